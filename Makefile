@@ -1,0 +1,33 @@
+# Every target sets up what it needs: a .venv with the versions that were tested (constraints.txt).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup test lint demo bench clean
+
+help:            ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(VENV)/.ready   ## make .venv and install wavetrain with all it needs
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,solve]'
+	touch $@
+
+lint: setup      ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint       ## lint, then all tests
+	$(BIN)/python -m pytest -n 2
+
+demo: setup      ## compare schedules and draw the winner
+	$(BIN)/wavetrain simulate --ranks 8 --micro-batches 16 --hop-latency 0.05 --memory-cap 8 --compare all --html out/demo.html
+
+bench: setup     ## run every benchmark and write benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/run.py
+
+clean:           ## remove what the other targets made
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,248 @@
+"""Costs: what a stage takes in seconds and bytes, what a link takes, how much a rank may hold.
+
+A message of n bytes from rank a to rank b waits until the link a→b is free, occupies it for n / bandwidth seconds and arrives
+``latency`` seconds after that: messages of one link are serialised and keep their order, different links do not disturb each
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wavetrain.errors import InputError
+from wavetrain.schedule.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of one pipeline: S stages in model order, P ranks.
+
+    Stage times are seconds of one micro-batch on a rank of speed 1; a rank of speed 2 halves them.
+    """
+
+    forward: tuple[float, ...]
+    """Seconds of F, (num_stages,)."""
+    backward_input: tuple[float, ...]
+    """Seconds of I, (num_stages,)."""
+    backward_weight: tuple[float, ...]
+    """Seconds of W, (num_stages,). B takes as long as I and W together."""
+    activation_bytes: tuple[float, ...]
+    """Bytes that F of a stage leaves behind, held until its W (or B) ends, (num_stages,)."""
+    message_bytes: tuple[float, ...]
+    """Bytes that a stage's output takes on a link, and its gradient on the way back, (num_stages,)."""
+    speed: tuple[float, ...]
+    """Relative speed of each rank, (num_ranks,)."""
+    latency: tuple[tuple[float, ...], ...]
+    """Seconds from the end of a transfer to its arrival, from row to column, (num_ranks, num_ranks)."""
+    bandwidth: tuple[tuple[float, ...], ...]
+    """Bytes per second, from row to column, (num_ranks, num_ranks); may be infinite."""
+    memory_cap: tuple[float, ...]
+    """Bytes of activations each rank may hold, (num_ranks,); may be infinite."""
+    input_release: float = 0.0
+    """The fraction of a stage's activation bytes that I frees already; W frees the rest."""
+    divisible: bool = False
+    """Whether a stage may be divided evenly into several: true for costs that only say what a rank's share takes."""
+
+    def __post_init__(self) -> None:
+        if not self.forward:
+            raise InputError("costs need at least one stage")
+        if not self.speed:
+            raise InputError("costs need at least one rank")
+        for field in ("backward_input", "backward_weight", "activation_bytes", "message_bytes"):
+            _check_length(field, getattr(self, field), self.num_stages, "stages")
+        _check_length("memory_cap", self.memory_cap, self.num_ranks, "ranks")
+        for field in ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes"):
+            _check_numbers(field, getattr(self, field), positive=False)
+        _check_numbers("speed", self.speed, positive=True)
+        _check_numbers("memory_cap", self.memory_cap, positive=True, infinite=True)
+        for field, positive in (("latency", False), ("bandwidth", True)):
+            matrix = getattr(self, field)
+            _check_length(field, matrix, self.num_ranks, "ranks")
+            for row in matrix:
+                _check_length(f"a row of {field}", row, self.num_ranks, "ranks")
+                _check_numbers(field, row, positive=positive, infinite=positive)
+        _check_numbers("input_release", (self.input_release,), positive=False)
+        if self.input_release > 1:
+            raise InputError(f"input_release is {self.input_release}, but I cannot free more than all (1.0)")
+        if sum(self.forward) + sum(self.backward_input) + sum(self.backward_weight) == 0:
+            raise InputError("all stage times are zero; give at least one of forward, backward_input, backward_weight")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.speed)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_ranks: int,
+        *,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        hop_latency: float = 0.0,
+        memory_cap: float = math.inf,
+        input_release: float = 0.0,
+    ) -> Costs:
+        """Equal ranks with equal shares of the model.
+
+        Args:
+            num_ranks: P.
+            forward, backward_input, backward_weight: seconds of one micro-batch on one rank's whole share.
+            hop_latency: seconds for a message to cross to another rank.
+            memory_cap: micro-batches of a rank's share whose activations a rank may hold.
+            input_release: fraction of the activations that I frees already.
+        """
+        if num_ranks < 1:
+            raise InputError(f"{num_ranks} ranks: a pipeline needs at least 1")
+        share = (1.0,) * num_ranks
+        return cls(
+            forward=(float(forward),) * num_ranks,
+            backward_input=(float(backward_input),) * num_ranks,
+            backward_weight=(float(backward_weight),) * num_ranks,
+            activation_bytes=share,
+            message_bytes=(0.0,) * num_ranks,
+            speed=share,
+            latency=square(num_ranks, float(hop_latency)),
+            bandwidth=square(num_ranks, math.inf),
+            memory_cap=(float(memory_cap),) * num_ranks,
+            input_release=float(input_release),
+            divisible=True,
+        )
+
+    def with_cap(self, shares: float) -> Costs:
+        """The same costs with every rank capped at ``shares`` micro-batches of its even share of the activations."""
+        share = sum(self.activation_bytes) / self.num_ranks
+        return replace(self, memory_cap=(shares * share,) * self.num_ranks)
+
+    def seconds(self, kind: str, stage: int, rank: int) -> float:
+        """Seconds of one action."""
+        if kind == "B":
+            work = self.backward_input[stage] + self.backward_weight[stage]
+        else:
+            work = {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}[kind][stage]
+        return work / self.speed[rank]
+
+    def cut(self, placements: Sequence[Placement]) -> Costs:
+        """Costs for the number of stages that ``placements`` have.
+
+        Neighbouring stages are joined such that the slowest joined stage, on the rank that the placement gives it, is as fast as
+        can be. Divisible costs are divided where the number of stages is a multiple of theirs.
+        """
+        num_stages = len(placements[0])
+        if num_stages == self.num_stages:
+            return self
+        if self.divisible and num_stages % self.num_stages == 0:
+            return self._divided(num_stages // self.num_stages)
+        if num_stages > self.num_stages:
+            raise InputError(
+                f"the schedule has {num_stages} stages, but the costs only name {self.num_stages}; "
+                "use fewer waves or stages per rank, or give costs for more and smaller stages"
+            )
+        speeds = [self.speed[r] for r in placements[0]] if len(placements) == 1 else [1.0] * num_stages
+        return self._joined(_cut_points([sum(t) for t in self._times()], speeds))
+
+    def _times(self) -> list[tuple[float, float, float]]:
+        return list(zip(self.forward, self.backward_input, self.backward_weight, strict=True))
+
+    def _divided(self, parts: int) -> Costs:
+        def split(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(v / parts for v in values for _ in range(parts))
+
+        return replace(
+            self,
+            forward=split(self.forward),
+            backward_input=split(self.backward_input),
+            backward_weight=split(self.backward_weight),
+            activation_bytes=split(self.activation_bytes),
+            message_bytes=tuple(v for v in self.message_bytes for _ in range(parts)),
+        )
+
+    def _joined(self, points: list[int]) -> Costs:
+        runs = list(zip(points, points[1:], strict=False))
+
+        def total(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(sum(values[a:b]) for a, b in runs)
+
+        return replace(
+            self,
+            forward=total(self.forward),
+            backward_input=total(self.backward_input),
+            backward_weight=total(self.backward_weight),
+            activation_bytes=total(self.activation_bytes),
+            message_bytes=tuple(self.message_bytes[b - 1] for _, b in runs),
+            divisible=False,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as :func:`wavetrain.schedule.costs_file.costs_from_dict` reads it."""
+        return {
+            "ranks": self.num_ranks,
+            "forward": list(self.forward),
+            "backward_input": list(self.backward_input),
+            "backward_weight": list(self.backward_weight),
+            "activation_bytes": list(self.activation_bytes),
+            "message_bytes": list(self.message_bytes),
+            "speed": list(self.speed),
+            "memory_cap": list(self.memory_cap),
+            "input_release": self.input_release,
+            "latency": [list(row) for row in self.latency],
+            "bandwidth": [list(row) for row in self.bandwidth],
+        }
+
+
+def square(size: int, value: float) -> tuple[tuple[float, ...], ...]:
+    """A (size, size) matrix of one value."""
+    return ((value,) * size,) * size
+
+
+def _cut_points(times: list[float], speeds: list[float]) -> list[int]:
+    """Boundaries of len(speeds) non-empty runs of ``times`` with the least maximum of run / speed, by bisection."""
+    count, num_runs = len(times), len(speeds)
+
+    def pack(limit: float) -> list[int] | None:
+        points, at = [0], 0
+        for i, speed in enumerate(speeds):
+            room, end = limit * speed, at
+            last = count - (num_runs - 1 - i)  # leave one for each run to come
+            while end < last and times[end] <= room:
+                room -= times[end]
+                end += 1
+            if end == at:
+                return None
+            points.append(end)
+            at = end
+        return points if at == count else None
+
+    low, high = 0.0, sum(times) / min(speeds) * (1 + 1e-9) + 1e-300
+    best = pack(high)
+    assert best is not None
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = pack(middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return best
+
+
+def _check_length(field: str, values: Sequence[object], wanted: int, of: str) -> None:
+    if len(values) != wanted:
+        raise InputError(f"{field} has {len(values)} entries, but there are {wanted} {of}")
+
+
+def _check_numbers(field: str, values: Sequence[float], *, positive: bool, infinite: bool = False) -> None:
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(f"{field}[{i}] is {value!r}, not a number")
+        if math.isnan(value) or (math.isinf(value) and not infinite):
+            raise InputError(f"{field}[{i}] is {value}; give a finite number")
+        if value < 0 or (positive and value == 0):
+            raise InputError(f"{field}[{i}] is {value}; it must be {'above 0' if positive else '0 or more'}")
