@@ -61,7 +61,7 @@ class Costs:
         for field, positive in (("latency", False), ("bandwidth", True)):
             matrix = getattr(self, field)
             _check_length(field, matrix, self.num_ranks, "ranks")
-            for row in matrix:
+            for row in {id(row): row for row in matrix}.values():  # most matrices are one row many times over
                 _check_length(f"a row of {field}", row, self.num_ranks, "ranks")
                 _check_numbers(field, row, positive=positive, infinite=positive)
         _check_numbers("input_release", (self.input_release,), positive=False)
@@ -133,13 +133,13 @@ class Costs:
         """Costs for the number of stages that ``placements`` have.
 
         Neighbouring stages are joined such that the slowest joined stage, on the rank that the placement gives it, is as fast as
-        can be. Divisible costs are divided where the number of stages is a multiple of theirs.
+        can be. Divisible costs are divided evenly.
         """
         num_stages = len(placements[0])
         if num_stages == self.num_stages:
             return self
-        if self.divisible and num_stages % self.num_stages == 0:
-            return self._divided(num_stages // self.num_stages)
+        if self.divisible:
+            return self._divided(num_stages)
         if num_stages > self.num_stages:
             raise InputError(
                 f"the schedule has {num_stages} stages, but the costs only name {self.num_stages}; "
@@ -151,17 +151,19 @@ class Costs:
     def _times(self) -> list[tuple[float, float, float]]:
         return list(zip(self.forward, self.backward_input, self.backward_weight, strict=True))
 
-    def _divided(self, parts: int) -> Costs:
-        def split(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(v / parts for v in values for _ in range(parts))
+    def _divided(self, num_stages: int) -> Costs:
+        """Divisible costs are all alike: any number of stages takes an even part of the whole."""
+
+        def even(values: tuple[float, ...]) -> tuple[float, ...]:
+            return (values[0] * self.num_stages / num_stages,) * num_stages
 
         return replace(
             self,
-            forward=split(self.forward),
-            backward_input=split(self.backward_input),
-            backward_weight=split(self.backward_weight),
-            activation_bytes=split(self.activation_bytes),
-            message_bytes=tuple(v for v in self.message_bytes for _ in range(parts)),
+            forward=even(self.forward),
+            backward_input=even(self.backward_input),
+            backward_weight=even(self.backward_weight),
+            activation_bytes=even(self.activation_bytes),
+            message_bytes=(self.message_bytes[0],) * num_stages,
         )
 
     def _joined(self, points: list[int]) -> Costs:

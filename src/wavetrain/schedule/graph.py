@@ -10,8 +10,10 @@ that of s−1, and F of the last stage to its backward. All else a node needs, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from wavetrain.schedule.actions import Action
@@ -52,6 +54,14 @@ class Graph:
     @property
     def size(self) -> int:
         return len(self.rank)
+
+    @cached_property
+    def work(self) -> list[float]:
+        """Seconds of compute, by rank. Nodes of whole backwards' W, which do not exist, cost nothing."""
+        work = [0.0] * self.num_ranks
+        for r, seconds in zip(self.rank, self.seconds, strict=True):
+            work[r] += seconds
+        return work
 
     def node(self, action: Action) -> int:
         return (SLOTS[action.kind] * self.num_stages + action.stage) * self.num_micro_batches + action.micro_batch
@@ -142,6 +152,7 @@ def with_whole(graph: Graph, nodes: Sequence[int]) -> Graph:
     for n in nodes:
         seconds[n] = graph.seconds[n] + graph.seconds[n + plane]
         held[n] = graph.held[n] + graph.held[n + plane]
+        seconds[n + plane] = held[n + plane] = 0.0
     return replace(graph, seconds=seconds, held=held)
 
 
@@ -153,11 +164,14 @@ def _hop(costs: Costs, source: int, target: int, size: float) -> tuple[float, fl
     return costs.latency[source][target] + occupancy, occupancy
 
 
-def replay(graph: Graph, orders: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[float]]:
+def replay(
+    graph: Graph, orders: Sequence[Sequence[int]], limit: float = math.inf
+) -> tuple[list[float], list[float], list[float]]:
     """When each node starts and ends, and when what it needs from its producer arrives, if ranks follow ``orders``.
 
     Every rank starts its next node as soon as it is free and the node's input has arrived; messages of one link go in the order
-    in which they are sent. Nodes that are never reached, because the orders deadlock, keep a start of −1.
+    in which they are sent. Nodes that are never reached keep a start of −1: because the orders deadlock, or because some rank
+    idled so long that it cannot end by ``limit``, at which all stops.
     """
     size, num_ranks = graph.size, graph.num_ranks
     rank, seconds, consumer = graph.rank, graph.seconds, graph.consumer
@@ -172,6 +186,7 @@ def replay(graph: Graph, orders: Sequence[Sequence[int]]) -> tuple[list[float], 
     position = [0] * num_ranks
     waiting = list(range(num_ranks - 1, -1, -1))
     blocked_on = [-1] * num_ranks
+    slack = [limit - work for work in graph.work]
     while waiting:
         r = waiting.pop()
         order, at, now = orders[r], position[r], clock[r]
@@ -185,6 +200,9 @@ def replay(graph: Graph, orders: Sequence[Sequence[int]]) -> tuple[list[float], 
                     blocked_on[r] = n
                     break
                 if ready > now:
+                    slack[r] -= ready - now
+                    if slack[r] < 0.0:
+                        return start, end, arrival
                     now = ready
             elif start[n - plane] < 0.0:
                 blocked_on[r] = n
@@ -198,12 +216,13 @@ def replay(graph: Graph, orders: Sequence[Sequence[int]]) -> tuple[list[float], 
                 wait = delay[n]
                 busy = occupancy[n]
                 other = rank[c]
-                if busy > 0.0:
+                if other != r and (busy > 0.0 or link_free):  # a message of no bytes waits too, behind larger ones
                     link = r * num_ranks + other
                     begin = link_free.get(link, 0.0)
                     if begin < now:
                         begin = now
-                    link_free[link] = begin + busy
+                    if busy > 0.0:
+                        link_free[link] = begin + busy
                     arrival[c] = begin + wait
                 else:
                     arrival[c] = now + wait

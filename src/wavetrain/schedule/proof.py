@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from wavetrain.errors import InputError, ProofError
 from wavetrain.schedule.actions import Action
@@ -54,7 +54,7 @@ class Refusal:
     cycle: tuple[Wait, ...] = ()
     """For a deadlock: who waits for whom, the last for the first."""
 
-    proven: Final = False
+    proven: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return self.message
@@ -84,7 +84,7 @@ class Certificate:
     weight_copies: int
     """Copies of every stage's weights over all ranks: one a route."""
 
-    proven: Final = True
+    proven: ClassVar[bool] = True
 
     def require(self) -> Certificate:
         """This certificate."""
@@ -156,7 +156,7 @@ def check_actions(schedule: Schedule) -> Refusal | None:
                 )
             table[at] = 1
     f, b, i, w = (seen[kind] for kind in "FBIW")
-    complete = bytes(1 for _ in range(plane))
+    complete = b"\x01" * plane
     if f == complete and i == w and bytes(x ^ y for x, y in zip(b, i, strict=True)) == complete:
         return None
     return _first_missing(schedule, f, b, i, w)
@@ -220,16 +220,20 @@ def explain_deadlock(schedule: Schedule) -> Refusal:
             )
         )
         rank = graph.rank[need]
-    cycle = tuple(waits[seen[rank] :])
+    cycle = waits[seen[rank] :]
+    turn = next(i for i, w in enumerate(cycle) if cycle[i - 1].needs != w.action)  # begin where a rank's own order is to blame
+    cycle = [*cycle[turn:], *cycle[:turn]]
     first = cycle[0]
     if first.needs_rank == first.rank:
         text = f"rank {first.rank} does {first.action.describe()}, before {first.needs.describe()}, which it needs"
     else:
-        text = f"rank {first.rank} waits for {first.needs.describe()}, " + ", ".join(
-            f"which rank {w.rank} does only after {w.action.describe()}, which needs {w.needs.describe()}" for w in cycle[1:]
-        )
-        text += f", which rank {first.rank} does only after {first.action.describe()}"
-    return Refusal(reason="deadlock", rank=first.rank, action=first.action, cycle=cycle, message=f"deadlock: {text}")
+        text, wanted = f"rank {first.rank} waits for {first.needs.describe()}, ", first.needs
+        for w in cycle[1:]:
+            after = f"which rank {w.rank} does only after {w.action.describe()}, which"
+            before = after if w.action != wanted else f"which on rank {w.rank}"
+            text, wanted = f"{text}{before} needs {w.needs.describe()}, ", w.needs
+        text += f"which rank {first.rank} does only after {first.action.describe()}"
+    return Refusal(reason="deadlock", rank=first.rank, action=first.action, cycle=tuple(cycle), message=f"deadlock: {text}")
 
 
 def _memory(
@@ -267,7 +271,8 @@ def _memory(
 
 
 def _shares(held: float, share: float) -> str:
-    return f"{held:.6g} bytes" if share <= 0 or share != 1.0 and held >= 1e4 else f"{held / share:.6g} micro-batches"
+    """In micro-batches where activations are counted in them (a share of about 1), else in bytes; the same for held and cap."""
+    return f"{held / share:.6g} micro-batches" if 0 < share < 1e3 else f"{held:.6g} bytes"
 
 
 @dataclass(frozen=True)
@@ -297,6 +302,7 @@ def _least_ahead(graph: Graph, orders: Sequence[Sequence[int]], inbox: _Inbox) -
     longest = max(len(order) for order in orders)
     low, high = -1, 0  # low fails, high is tried
     while not _completes(graph, orders, inbox, high):
+        assert high < longest, "with every receive posted, orders without a cycle complete"
         low, high = high, min(2 * high + 1, longest)
     while high - low > 1:
         middle = (low + high) // 2
@@ -319,7 +325,6 @@ def _completes(graph: Graph, orders: Sequence[Sequence[int]], inbox: _Inbox, ahe
     left = num_ranks
     while queue:
         r = queue.pop()
-        awaits[r] = None
         order, at, edge = orders[r], position[r], window[r]
         count = len(order)
         while True:
@@ -332,6 +337,7 @@ def _completes(graph: Graph, orders: Sequence[Sequence[int]], inbox: _Inbox, ahe
                     posted[p] = index_of[n] + 1
                     source = p // num_ranks
                     if awaits[source] == (p, True):
+                        awaits[source] = None
                         queue.append(source)
             if at > 0:
                 c = consumer[order[at - 1]]
@@ -345,6 +351,7 @@ def _completes(graph: Graph, orders: Sequence[Sequence[int]], inbox: _Inbox, ahe
                         sent[p] = index + 1
                         target = p % num_ranks
                         if awaits[target] == (p, False):
+                            awaits[target] = None
                             queue.append(target)
             if at == count:
                 left -= 1

@@ -1,0 +1,170 @@
+"""The families of schedules by name, and :func:`build`, which makes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from wavetrain.errors import CapError, InputError, UnknownNameError
+from wavetrain.schedule.costs import Costs
+from wavetrain.schedule.families.chimera import chimera
+from wavetrain.schedule.families.dualpipev import dualpipev
+from wavetrain.schedule.families.gpipe import gpipe
+from wavetrain.schedule.families.hanayo import hanayo
+from wavetrain.schedule.families.interleaved import interleaved
+from wavetrain.schedule.families.one_f_one_b import one_f_one_b
+from wavetrain.schedule.families.zb_h import zb_h1, zb_h2
+from wavetrain.schedule.families.zb_wave import zb_wave
+from wavetrain.schedule.families.zbv import zbv
+from wavetrain.schedule.proof import CAP_TOLERANCE
+from wavetrain.schedule.schedule import Schedule
+from wavetrain.schedule.simulator import costs_for
+
+
+@dataclass(frozen=True)
+class Family:
+    """A way to build schedules."""
+
+    name: str
+    build: Callable[..., Schedule]
+    stages_per_rank: int | None = None
+    """How many stages every rank holds, where the scheme fixes it."""
+
+    @property
+    def takes_waves(self) -> bool:
+        return self._takes("waves")
+
+    @property
+    def takes_stages_per_rank(self) -> bool:
+        return self._takes("stages_per_rank")
+
+    @property
+    def takes_costs(self) -> bool:
+        """Whether the order is made for the costs; otherwise it is the same for all."""
+        return self._takes("costs")
+
+    def _takes(self, name: str) -> bool:
+        return name in inspect.signature(self.build).parameters
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("gpipe", gpipe, 1),
+        Family("1f1b", one_f_one_b, 1),
+        Family("interleaved", interleaved),
+        Family("chimera", chimera, 1),
+        Family("hanayo", hanayo),
+        Family("zb-h1", zb_h1, 1),
+        Family("zb-h2", zb_h2, 1),
+        Family("zbv", zbv, 2),
+        Family("dualpipev", dualpipev, 2),
+        Family("zb-wave", zb_wave),
+    )
+}
+"""Every named family; ``auto`` searches among and beyond them."""
+
+NAMES: tuple[str, ...] = (*FAMILIES, "auto")
+"""What :func:`build` takes."""
+
+
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    num_micro_batches: int,
+    waves: int | None = None,
+    stages_per_rank: int | None = None,
+    breadth_first: bool = False,
+    costs: Costs | None = None,
+    **options: Any,
+) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: one of :data:`NAMES`.
+        num_ranks: P, at least 1.
+        num_micro_batches: B, at least 1.
+        waves: W, for ``hanayo`` and ``zb-wave``. Default: 2, or as many as the stages of ``costs`` allow.
+        stages_per_rank: v, for ``interleaved``. Default: 2, or as many as the stages of ``costs`` allow.
+        breadth_first: for ``hanayo``.
+        costs: what to optimize for (``zb-wave``, ``auto``), and the memory cap to check (all).
+        options: for ``auto``, as :func:`wavetrain.schedule.families.auto.auto` takes them.
+
+    Raises:
+        UnknownNameError: no such family.
+        CapError: the schedule holds more than the cap; the error says the least cap that works.
+        InputError: counts that the scheme cannot take.
+    """
+    if name not in NAMES:
+        raise UnknownNameError("schedule", name, NAMES)
+    if costs is not None and num_ranks >= 1 and costs.num_ranks != num_ranks:
+        raise InputError(f"{num_ranks} ranks asked for, but the costs are for {costs.num_ranks}")
+    if name == "auto":
+        from wavetrain.schedule.families.auto import auto
+
+        for given, flag in ((waves, "waves"), (stages_per_rank, "stages per rank")):
+            if given is not None:
+                raise InputError(f"auto chooses the {flag} itself; leave them out, or name a family")
+        return auto(num_ranks, num_micro_batches, costs=costs, **options)
+    family = FAMILIES[name]
+    arguments: dict[str, Any] = dict(options)
+    if stages_per_rank is not None and not family.takes_stages_per_rank:
+        raise InputError(f"{name} takes no stages per rank{': give waves' if family.takes_waves else ''}")
+    if waves is not None and not family.takes_waves:
+        raise InputError(f"{name} takes no waves{': give stages per rank' if family.takes_stages_per_rank else ''}")
+    if breadth_first:
+        if name != "hanayo":
+            raise InputError(f"{name} has no breadth-first order; only hanayo has")
+        arguments["breadth_first"] = True
+    if family.takes_waves:
+        arguments["waves"] = waves if waves is not None else _default_count(costs, 2 * max(num_ranks, 1))
+    if family.takes_stages_per_rank:
+        default = _default_count(costs, max(num_ranks, 1))
+        arguments["stages_per_rank"] = stages_per_rank if stages_per_rank is not None else default
+    if family.takes_costs:
+        arguments["costs"] = costs
+    schedule = family.build(num_ranks, num_micro_batches, **arguments)
+    if costs is not None and not family.takes_costs:
+        _check_cap(schedule, costs)
+    return schedule
+
+
+def _default_count(costs: Costs | None, unit: int) -> int:
+    """2, or fewer if the costs do not name as many stages."""
+    if costs is None or costs.divisible:
+        return 2
+    return max(1, min(2, costs.num_stages // unit))
+
+
+def _check_cap(schedule: Schedule, costs: Costs) -> None:
+    if all(cap == float("inf") for cap in costs.memory_cap):
+        return
+    held = costs_for(schedule, costs).cut(schedule.placements)
+    peaks, shares = _peaks(schedule, held.activation_bytes)
+    for r, (peak, cap) in enumerate(zip(peaks, costs.memory_cap, strict=True)):
+        if peak > cap * (1 + CAP_TOLERANCE):
+            least = max(p / s for p, s in zip(peaks, shares, strict=True) if s > 0)
+            raise CapError(
+                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / shares[r]:.6g} of them on rank {r}, "
+                f"above its cap of {cap / shares[r]:.6g}; the least cap that works is {least:.6g}, or use zb-wave or auto",
+                least_cap=least,
+            )
+
+
+def _peaks(schedule: Schedule, activation_bytes: tuple[float, ...]) -> tuple[list[float], list[float]]:
+    """Bytes at the peak and of one micro-batch's share, by rank. I frees nothing here, which is the most that can be held."""
+    peaks, shares = [], []
+    for r, actions in enumerate(schedule.actions):
+        now = peak = 0.0
+        for kind, stage, _ in actions:
+            if kind == "F":
+                now += activation_bytes[stage]
+                peak = max(peak, now)
+            elif kind != "I":
+                now -= activation_bytes[stage]
+        peaks.append(peak)
+        shares.append(max(sum(b for b, home in zip(activation_bytes, p, strict=True) if home == r) for p in schedule.placements))
+    return peaks, shares

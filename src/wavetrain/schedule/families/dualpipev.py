@@ -1,0 +1,30 @@
+"""DualPipeV (DeepSeek 2024, cut in half by Sea AI Lab): one wave; forwards and whole backwards of different micro-batches in turn.
+
+Made for kernels that overlap the communication of one with the compute of the other; only the ends split the backward.
+
+TABLE(dualpipev, P=2, B=4)
+"""
+
+from __future__ import annotations
+
+from wavetrain.schedule.families.phases import expand
+from wavetrain.schedule.placement import wave
+from wavetrain.schedule.schedule import Schedule, check_counts
+
+
+def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """About P+1 micro-batches held. Made for B ≥ 2P; fewer leave holes."""
+    check_counts(num_ranks, num_micro_batches)
+    full = max(2 * num_ranks, num_micro_batches)
+    actions = []
+    for p in range(num_ranks):
+        rest = num_ranks - p - 1  # ranks between here and the turn
+        program = "Fa " * (2 * rest) + "Fa Fz " * (p + 1) + "Iz W Fz " * rest
+        program += "Fa Bz Fz Ba " * (full - num_ranks - rest) + "Bz Fz Ba " * rest
+        # from the middle of the drain on, the backward is split
+        whole, odd = divmod(p + 1, 2)
+        program += "Bz Ba " * whole + ("Bz Ia " if odd else "") + "Iz Ia " * whole
+        program += "W Ia " * rest + "W " * (p + 1)
+        stages = {"a": p, "z": 2 * num_ranks - 1 - p}
+        actions.append(expand(program, stages, num_micro_batches))
+    return Schedule.single_route("dualpipev", wave(num_ranks, 1), num_micro_batches, actions)

@@ -1,0 +1,22 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019).
+
+3 ranks, 3 micro-batches; one column is one forward, a backward takes two:
+
+    rank 0  0F0 0F1 0F2  ·   ·   ·   ·   ·   ·   ·  0B0 --- 0B1 --- 0B2 ---
+"""
+
+from __future__ import annotations
+
+from wavetrain.schedule.actions import Action
+from wavetrain.schedule.placement import straight
+from wavetrain.schedule.schedule import Schedule, check_counts
+
+
+def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Bubble (P−1)/(B+P−1); every rank holds B micro-batches."""
+    check_counts(num_ranks, num_micro_batches)
+    actions = [
+        [Action(kind, p, m) for kind in ("F", "B") for m in range(num_micro_batches)]  # type: ignore[arg-type]
+        for p in range(num_ranks)
+    ]
+    return Schedule.single_route("gpipe", straight(num_ranks), num_micro_batches, actions)

@@ -1,0 +1,100 @@
+"""Justification: all actions as late as they go, then all as early as they go, and again.
+
+Replaying an order lets an action start early, but never before the one ahead of it in the order. Here actions are placed one by one,
+in order of time, each into the first gap of its rank that is long enough and leaves the memory cap intact, jumping over what is
+already there without moving it. Done backward in time and then forward again this is the double justification of project
+scheduling; neither pass lengthens the step, and together they close most of the idle time of warm-up and drain.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from wavetrain.schedule.graph import Graph, replay
+from wavetrain.schedule.proof import CAP_TOLERANCE
+
+_EPSILON = 1e-9
+
+
+def justify(graph: Graph, orders: Sequence[Sequence[int]], *, rounds: int = 8) -> tuple[list[list[int]], float]:
+    """A better order, or the given one, and its makespan in seconds. ``orders`` must be valid and within the cap."""
+    start, end, _ = replay(graph, orders)
+    best_orders, best = [list(o) for o in orders], max(end)
+    unchanged = 0
+    for _ in range(rounds):
+        nodes = sorted((n for order in orders for n in order), key=lambda n: (-end[n], -start[n]))
+        late_end = _place_all(graph, nodes, mirrored=True)[1]
+        nodes.sort(key=lambda n: (-late_end[n], n))
+        orders, _ = _place_all(graph, nodes, mirrored=False)
+        start, end, _ = replay(graph, orders)
+        makespan = max(end)
+        if makespan < best * (1 - _EPSILON):
+            best_orders, best, unchanged = orders, makespan, 0
+        else:
+            unchanged += 1
+            if unchanged == 3:
+                break
+    return best_orders, best
+
+
+def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[list[list[int]], list[float]]:
+    """Place ``nodes`` one by one, each as early as it goes; ``mirrored``: with time running backward.
+
+    Returns the orders and the end of every node, both in the direction of time that was asked for. A node's predecessors must come
+    before it, and the nodes in the given order must respect the memory cap.
+    """
+    num_ranks, size, plane = graph.num_ranks, graph.size, graph.num_stages * graph.num_micro_batches
+    rank, seconds, delay = graph.rank, graph.seconds, graph.delay
+    neighbour, sign, step = (_producers(graph), -1.0, -plane) if mirrored else (graph.consumer, 1.0, plane)
+    starts: list[list[float]] = [[] for _ in range(num_ranks)]
+    ends: list[list[float]] = [[] for _ in range(num_ranks)]
+    orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    memory: list[list[float]] = [[] for _ in range(num_ranks)]  # bytes held after each placed action
+    ready, end = [0.0] * size, [0.0] * size
+    for n in nodes:
+        r = rank[n]
+        begun, done, held = starts[r], ends[r], memory[r]
+        count, length, change = len(begun), seconds[n], graph.held[n] * sign
+        earliest, first = ready[n], 0
+        if change > 0.0 and graph.cap[r] < math.inf:
+            # all that follows holds `change` more: stay behind the last action after which there is no room
+            limit = graph.cap[r] * (1 + CAP_TOLERANCE) - change
+            last = count - 1
+            while last >= 0 and held[last] <= limit:
+                last -= 1
+            first = last + 2 if last >= 0 else 0
+            assert first <= count, "the given order passes the memory cap"
+            if first and done[first - 1] > earliest:
+                earliest = done[first - 1]
+        at = max(first, bisect_right(done, earliest))
+        while at < count and begun[at] - (done[at - 1] if at and done[at - 1] > earliest else earliest) < length - _EPSILON:
+            at += 1
+        begins = done[at - 1] if at and done[at - 1] > earliest else earliest
+        finished = end[n] = begins + length
+        begun.insert(at, begins)
+        done.insert(at, finished)
+        orders[r].insert(at, n)
+        held.insert(at, held[at - 1] if at else 0.0)
+        if change:
+            for i in range(at, count + 1):
+                held[i] += change
+        other = neighbour[n]
+        if other >= 0:
+            arrives = finished + delay[other if mirrored else n]
+            if arrives > ready[other]:
+                ready[other] = arrives
+        other = n + step
+        if 0 <= other < size and finished > ready[other]:
+            ready[other] = finished
+    return orders, end
+
+
+def _producers(graph: Graph) -> list[int]:
+    """The node whose result each node waits for, or −1."""
+    producer = [-1] * graph.size
+    for n, c in enumerate(graph.consumer):
+        if c >= 0:
+            producer[c] = n
+    return producer
