@@ -1,8 +1,8 @@
 """Placements: which pipeline rank computes which stage.
 
-    straight   0 1 2 3
-    loop       0 1 2 3 0 1 2 3
-    wave       0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0      two stages meet at every turn, so that hand-over is free
+straight   0 1 2 3
+loop       0 1 2 3 0 1 2 3
+wave       0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0      two stages meet at every turn, so that hand-over is free
 """
 
 from __future__ import annotations

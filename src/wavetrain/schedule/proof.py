@@ -169,9 +169,7 @@ def _first_missing(schedule: Schedule, f: bytearray, b: bytearray, i: bytearray,
         rank = schedule.rank_of(stage, mb)
 
         def missing(action: Action, why: str = "", rank: int = rank) -> Refusal:
-            return Refusal(
-                reason="missing", rank=rank, action=action, message=f"rank {rank} never does {action.describe()}{why}"
-            )
+            return Refusal(reason="missing", rank=rank, action=action, message=f"rank {rank} never does {action.describe()}{why}")
 
         if not f[at]:
             return missing(Action("F", stage, mb))

@@ -84,4 +84,3 @@ def _messages(graph: Graph, orders: list[list[int]], end: list[float], arrival: 
             arrived = arrival[c]
             found.append(Message(kind, stage, mb, r, rank[c], end[n], arrived - delay[n], arrived))
     return tuple(found)
-

@@ -87,7 +87,7 @@ def build(
         name: one of :data:`NAMES`.
         num_ranks: P, at least 1.
         num_micro_batches: B, at least 1.
-        waves: W, for ``hanayo`` and ``zb-wave``. Default: 2, or as many as the stages of ``costs`` allow.
+        waves: W, for ``hanayo`` and ``zb-wave``. Default: 2, or as many as the stages of ``costs`` allow. ``auto`` considers it too.
         stages_per_rank: v, for ``interleaved``. Default: 2, or as many as the stages of ``costs`` allow.
         breadth_first: for ``hanayo``.
         costs: what to optimize for (``zb-wave``, ``auto``), and the memory cap to check (all).
@@ -105,10 +105,9 @@ def build(
     if name == "auto":
         from wavetrain.schedule.families.auto import auto
 
-        for given, flag in ((waves, "waves"), (stages_per_rank, "stages per rank")):
-            if given is not None:
-                raise InputError(f"auto chooses the {flag} itself; leave them out, or name a family")
-        return auto(num_ranks, num_micro_batches, costs=costs, **options)
+        if stages_per_rank is not None:
+            raise InputError("auto chooses the stages per rank itself; leave them out, or name a family")
+        return auto(num_ranks, num_micro_batches, costs=costs, waves=waves, **options)
     family = FAMILIES[name]
     arguments: dict[str, Any] = dict(options)
     if stages_per_rank is not None and not family.takes_stages_per_rank:

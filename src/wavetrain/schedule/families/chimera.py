@@ -23,14 +23,10 @@ def chimera(num_ranks: int, num_micro_batches: int) -> Schedule:
     routes = tuple(m % 2 for m in range(num_micro_batches))
     group = slotted_actions(placements, routes[:num_ranks] or (0,), num_ranks)
     actions = repeat_group(group, num_ranks, num_micro_batches)
-    return Schedule(
-        name="chimera", num_micro_batches=num_micro_batches, placements=placements, routes=routes, actions=actions
-    )
+    return Schedule(name="chimera", num_micro_batches=num_micro_batches, placements=placements, routes=routes, actions=actions)
 
 
-def repeat_group(
-    group: list[list[Action]], group_size: int, num_micro_batches: int
-) -> tuple[tuple[Action, ...], ...]:
+def repeat_group(group: list[list[Action]], group_size: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of one group of micro-batches, over and over, without those of micro-batches that do not exist."""
     return tuple(
         tuple(

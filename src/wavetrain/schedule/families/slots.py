@@ -17,8 +17,6 @@ def slotted_actions(placements: Sequence[Placement], routes: Sequence[int], num_
     graph = build_graph(placements, routes, num_ranks, Costs.uniform(num_ranks).cut(placements))
     plane = graph.num_stages * graph.num_micro_batches
     graph = with_whole(graph, range(plane, 2 * plane))
-    built = dispatch(
-        replace(graph, seconds=[1.0] * 2 * plane + [0.0] * plane), Policy(prefer="backward"), whole=True
-    )
+    built = dispatch(replace(graph, seconds=[1.0] * 2 * plane + [0.0] * plane), Policy(prefer="backward"), whole=True)
     assert built is not None, "without a memory cap the dispatcher cannot get stuck"
     return [[graph.action(n, whole=True) for n in order] for order in built[0]]

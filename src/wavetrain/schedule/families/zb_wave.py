@@ -38,11 +38,15 @@ def zb_wave(
     check_counts(num_ranks, num_micro_batches)
     placement = wave(num_ranks, waves)
     costs = (costs or Costs.uniform(num_ranks)).cut((placement,))
-    graph = build_graph((placement,), (0,) * num_micro_batches, num_ranks, costs)
-    cap = [share * num_ranks if math.isinf(cap) else cap for cap, share in zip(graph.cap, graph.share, strict=True)]
-    graph = replace(graph, cap=cap)
+    graph = with_default_cap(build_graph((placement,), (0,) * num_micro_batches, num_ranks, costs))
     found = construct(graph, effort=effort, target=lower_bound(graph))
     return schedule_of("zb-wave", graph, found.orders)
+
+
+def with_default_cap(graph: Graph) -> Graph:
+    """The graph with ranks that have no memory cap held to P micro-batches of their share, as 1F1B is."""
+    caps = zip(graph.cap, graph.share, strict=True)
+    return replace(graph, cap=[share * graph.num_ranks if math.isinf(cap) and share else cap for cap, share in caps])
 
 
 def schedule_of(name: str, graph: Graph, orders: list[list[int]]) -> Schedule:

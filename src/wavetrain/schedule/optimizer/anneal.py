@@ -34,6 +34,7 @@ class _State:
         self.makespan, self.cost = self.measure(self.end)
         self.least_mean = _MEAN_WEIGHT * sum(graph.work) / graph.num_ranks
         self.log: list[tuple[list[float], int, float]] = []
+        self.visits = 0  # nodes looked at so far
         self.rest = [0.0] * graph.size  # seconds of work from a node on, itself included, on its rank
         for r, order in enumerate(self.orders):
             self._set_window(r, 0, order)
@@ -137,6 +138,7 @@ class _State:
         window = orders[r][low : high + 2][::-1]
         queue: list[tuple[float, int]] = []
         while window or queue:
+            self.visits += 1
             n = window.pop() if window else heappop(queue)[1]
             order, at = orders[rank[n]], position[n]
             begins = end[order[at - 1]] if at else 0.0
@@ -173,6 +175,7 @@ def anneal(
     seed: int = 0,
     temperature: float = 0.2,
     target: float = 0.0,
+    max_visits: int = 3_000_000,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> tuple[list[list[int]], float]:
     """A better order and its makespan in seconds, or the given one.
@@ -184,6 +187,7 @@ def anneal(
         seed: of the random numbers; same seed and iterations, same result.
         temperature: how much longer a step may get by a move at the start, in mean action times.
         target: stop at a makespan this small.
+        max_visits: stop when the times of so many nodes have been looked at, a second or two for a million.
         out_of_time: asked every few moves; stops early.
     """
     rng = random.Random(seed)
@@ -192,7 +196,7 @@ def anneal(
     count = sum(len(o) for o in orders)
     unit = sum(graph.work) / count
     tried = 0
-    while tried < iterations and best > target and not out_of_time():
+    while tried < iterations and best > target and state.visits < max_visits and not out_of_time():
         path = state.critical_nodes(rng)
         if not path:
             break

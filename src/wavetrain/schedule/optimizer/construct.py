@@ -55,16 +55,22 @@ class Candidate:
     makespan: float
 
 
+def has_room(graph: Graph) -> bool:
+    """Whether every rank can hold one micro-batch: the least that any schedule needs."""
+    return all(share <= cap * (1 + CAP_TOLERANCE) for cap, share in zip(graph.cap, graph.share, strict=True))
+
+
 def require_room(graph: Graph) -> None:
     """Raise :class:`CapError` where a rank cannot even hold one micro-batch: the least that any schedule needs."""
-    for r, (cap, share) in enumerate(zip(graph.cap, graph.share, strict=True)):
-        if share > cap * (1 + CAP_TOLERANCE):
-            least = max(s / c for s, c in zip(graph.share, graph.cap, strict=True))
-            raise CapError(
-                f"rank {r} may hold activations of {cap / share:.4g} micro-batches of its share ({cap:.4g} bytes), "
-                f"but any schedule holds at least 1 there ({share:.4g} bytes): raise the cap {least:.4g}-fold",
-                least_cap=1.0,
-            )
+    if has_room(graph):
+        return
+    r = max(range(graph.num_ranks), key=lambda r: graph.share[r] / graph.cap[r])
+    cap, share = graph.cap[r], graph.share[r]
+    raise CapError(
+        f"rank {r} may hold {cap / share:.4g} micro-batches of its share of the activations ({cap:.4g} of {share:.4g} bytes), "
+        "but any schedule holds at least 1: the least cap that works is 1",
+        least_cap=1.0,
+    )
 
 
 def construct(
@@ -74,7 +80,7 @@ def construct(
 
     Args:
         graph: nodes and costs.
-        effort: scales how many rules and patterns are tried and justified; 1 takes about a second for 3,000 nodes.
+        effort: scales how many rules and patterns are tried and justified; 1 takes a few seconds.
         target: stop at a makespan this small, e.g. a lower bound.
         out_of_time: asked between candidates; at least one is always built.
 
@@ -82,27 +88,28 @@ def construct(
         CapError: not even one micro-batch at a time fits.
     """
     require_room(graph)
-    tries = max(3, min(int(60_000 * effort / graph.size * 4), 64))
-    raw = []
-    for i, orders in enumerate(_raw_orders(graph)):
-        makespan = max(replay(graph, orders)[1])
-        raw.append(Candidate(graph, orders, makespan))
-        if makespan <= target * (1 + 1e-9) or i + 1 >= 2 * tries or out_of_time():
+    tries = max(4, min(int(effort * 240_000 / graph.size), 64))
+    goal = target * (1 + 1e-9)
+    raw: list[Candidate] = []
+    for orders in _raw_orders(graph):
+        raw.append(Candidate(graph, orders, max(replay(graph, orders)[1])))
+        if raw[-1].makespan <= goal or len(raw) == tries or out_of_time():
             break
-    best = min(raw, key=lambda c: c.makespan)
-    if best.makespan <= target * (1 + 1e-9) or out_of_time():
-        return best
-    # what a raw order is worth shows only once justified, so that every kind gets its turn: the best, and evenly from the rest
     raw.sort(key=lambda c: c.makespan)
-    chosen = raw[: max(1, tries // 4)]
+    best = raw[0]
+    # What a raw order is worth shows only once justified: one round for the best and, evenly, for some of the rest, then all
+    # rounds for the best of those.
+    chosen = raw[: max(2, tries // 4)]
     rest = raw[len(chosen) :]
     chosen += rest[:: max(1, len(rest) // max(1, tries // 4))]
-    for candidate in chosen:
-        orders, makespan = justify(graph, candidate.orders)
-        if makespan < best.makespan:
-            best = Candidate(graph, orders, makespan)
-        if best.makespan <= target * (1 + 1e-9) or out_of_time():
-            break
+    for rounds, count in ((1, len(chosen)), (8, max(1, len(chosen) // 4))):
+        for i in range(count):
+            if best.makespan <= goal or out_of_time():
+                return best
+            orders, makespan = justify(graph, chosen[i].orders, rounds=rounds)
+            chosen[i] = Candidate(graph, orders, makespan)
+            best = min(best, chosen[i], key=lambda c: c.makespan)
+        chosen.sort(key=lambda c: c.makespan)
     return best
 
 

@@ -185,9 +185,7 @@ def oldest_first(graph: Graph) -> list[float]:
     return forward + backward + backward
 
 
-def _goes_before(
-    coming: int, chosen: int, plane: int, prio: Sequence[float], prefer: str, last_was_forward: bool
-) -> bool:
+def _goes_before(coming: int, chosen: int, plane: int, prio: Sequence[float], prefer: str, last_was_forward: bool) -> bool:
     """Whether ``coming`` would be chosen over ``chosen`` if both were ready."""
     if prefer == "priority":
         return prio[coming] < prio[chosen]

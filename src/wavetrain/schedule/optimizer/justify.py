@@ -34,7 +34,7 @@ def justify(graph: Graph, orders: Sequence[Sequence[int]], *, rounds: int = 8) -
             best_orders, best, unchanged = orders, makespan, 0
         else:
             unchanged += 1
-            if unchanged == 3:
+            if unchanged == 2:
                 break
     return best_orders, best
 
@@ -52,29 +52,38 @@ def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[l
     ends: list[list[float]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
     memory: list[list[float]] = [[] for _ in range(num_ranks)]  # bytes held after each placed action
+    shortest = _shortest(graph)
+    packed = [0] * num_ranks  # so many of a rank's first actions have no gap before them that any other could use
     ready, end = [0.0] * size, [0.0] * size
     for n in nodes:
         r = rank[n]
         begun, done, held = starts[r], ends[r], memory[r]
         count, length, change = len(begun), seconds[n], graph.held[n] * sign
-        earliest, first = ready[n], 0
+        earliest = ready[n]
+        at = max(bisect_right(done, earliest), packed[r])
         if change > 0.0 and graph.cap[r] < math.inf:
             # all that follows holds `change` more: stay behind the last action after which there is no room
             limit = graph.cap[r] * (1 + CAP_TOLERANCE) - change
             last = count - 1
-            while last >= 0 and held[last] <= limit:
+            while last >= at - 1 and last >= 0 and held[last] <= limit:
                 last -= 1
-            first = last + 2 if last >= 0 else 0
-            assert first <= count, "the given order passes the memory cap"
-            if first and done[first - 1] > earliest:
-                earliest = done[first - 1]
-        at = max(first, bisect_right(done, earliest))
+            if last >= 0 and last >= at - 1:
+                at = last + 2
+                assert at <= count, "the given order passes the memory cap"
+                if done[at - 1] > earliest:
+                    earliest = done[at - 1]
         while at < count and begun[at] - (done[at - 1] if at and done[at - 1] > earliest else earliest) < length - _EPSILON:
             at += 1
         begins = done[at - 1] if at and done[at - 1] > earliest else earliest
         finished = end[n] = begins + length
         begun.insert(at, begins)
         done.insert(at, finished)
+        if at == packed[r]:
+            free_from = done[at - 1] if at else 0.0
+            while at <= count and begun[at] - free_from < shortest[r]:
+                free_from = done[at]
+                at += 1
+            at, packed[r] = packed[r], at
         orders[r].insert(at, n)
         held.insert(at, held[at - 1] if at else 0.0)
         if change:
@@ -89,6 +98,15 @@ def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[l
         if 0 <= other < size and finished > ready[other]:
             ready[other] = finished
     return orders, end
+
+
+def _shortest(graph: Graph) -> list[float]:
+    """Seconds of the shortest action that takes any time, less a little, by rank."""
+    shortest = [math.inf] * graph.num_ranks
+    for r, seconds in zip(graph.rank, graph.seconds, strict=True):
+        if 0.0 < seconds < shortest[r]:
+            shortest[r] = seconds
+    return [s - _EPSILON for s in shortest]
 
 
 def _producers(graph: Graph) -> list[int]:
