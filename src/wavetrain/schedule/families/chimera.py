@@ -2,7 +2,12 @@
 
 Groups of P micro-batches follow one another; the last may be smaller.
 
-TABLE(chimera, P=4, B=4)
+`build("chimera", num_ranks=4, num_micro_batches=4)` draws as
+
+    rank 0  0F0 0F2 ·   3F1 3B1 --- 3F3 3B3 --- ·   0B0 --- ·   ·   0B2 ---
+    rank 1  ·   1F0 2F1 1F2 2F3 ·   2B1 --- 1B0 --- 2B3 --- 1B2 ---
+    rank 2  ·   1F1 2F0 1F3 2F2 ·   2B0 --- 1B1 --- 2B2 --- 1B3 ---
+    rank 3  0F1 0F3 ·   3F0 3B0 --- 3F2 3B2 --- ·   0B1 --- ·   ·   0B3 ---
 """
 
 from __future__ import annotations

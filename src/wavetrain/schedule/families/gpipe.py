@@ -1,8 +1,10 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019).
 
-3 ranks, 3 micro-batches; one column is one forward, a backward takes two:
+`build("gpipe", num_ranks=3, num_micro_batches=3)` draws as
 
-    rank 0  0F0 0F1 0F2  ·   ·   ·   ·   ·   ·   ·  0B0 --- 0B1 --- 0B2 ---
+    rank 0  0F0 0F1 0F2 ·   ·   ·   ·   ·   ·   0B0 --- 0B1 --- 0B2 ---
+    rank 1  ·   1F0 1F1 1F2 ·   ·   ·   1B0 --- 1B1 --- 1B2 ---
+    rank 2  ·   ·   2F0 2F1 2F2 2B0 --- 2B1 --- 2B2 ---
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 A rank goes through its stages group by group: P micro-batches of its first stage, the same P of its second, and so on. Megatron
 asks for a multiple of P micro-batches; other counts are run here as the next multiple, with holes.
 
-TABLE(interleaved, P=2, B=4, stages_per_rank=2)
+`build("interleaved", num_ranks=2, num_micro_batches=4, stages_per_rank=2)` draws as
+
+    rank 0  0F0 0F1 2F0 2F1 0F2 ·   2B0 --- 0F3 2B1 --- 2F2 0B0 --- 2F3 0B1 --- ·   2B2 --- ·   2B3 --- 0B2 --- 0B3 ---
+    rank 1  ·   1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1F2 1B0 --- 1F3 1B1 --- 3F2 3B2 --- 3F3 3B3 --- 1B2 --- 1B3 ---
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """1F1B, also called DAPPLE (Fan et al. 2021): after a warm-up, a forward and a backward in turn.
 
-TABLE(1f1b, P=3, B=4)
+`build("1f1b", num_ranks=3, num_micro_batches=4)` draws as
+
+    rank 0  0F0 0F1 0F2 ·   ·   ·   ·   0B0 --- 0F3 0B1 --- ·   0B2 --- ·   0B3 ---
+    rank 1  ·   1F0 1F1 ·   ·   1B0 --- 1F2 1B1 --- 1F3 1B2 --- ·   1B3 ---
+    rank 2  ·   ·   2F0 2B0 --- 2F1 2B1 --- 2F2 2B2 --- 2F3 2B3 ---
 """
 
 from __future__ import annotations

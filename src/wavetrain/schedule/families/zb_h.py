@@ -4,9 +4,17 @@ ZB-H1 warms up like 1F1B and holds as much as its first rank; ZB-H2 warms up for
 between a rank's own first and last action. A step ends when its last rank ends, so both start with the P−1 forwards it takes to
 reach that rank.
 
-TABLE(zb-h1, P=3, B=4)
+`build("zb-h1", num_ranks=3, num_micro_batches=4)` draws as
 
-TABLE(zb-h2, P=3, B=6)
+    rank 0  0F0 0F1 0F2 ·   ·   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1  ·   1F0 1F1 ·   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2  ·   ·   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+`build("zb-h2", num_ranks=3, num_micro_batches=6)` draws as
+
+    rank 0  0F0 0F1 0F2 0F3 0F4 0I0 0W0 0F5 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5
+    rank 1  ·   1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5
+    rank 2  ·   ·   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2F5 2I5 2W1 2W2 2W3 2W4 2W5
 """
 
 from __future__ import annotations

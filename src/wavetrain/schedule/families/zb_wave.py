@@ -3,7 +3,11 @@
 The order is not written down but found (:mod:`wavetrain.schedule.optimizer`), for the given stage times, links and cap. For F = I = W
 on free links it reaches (P−1)/(6WB+P−1): the last rank starts P−1 stages late and never waits again.
 
-TABLE(zb-wave, P=2, B=2, waves=1)
+`build("zb-wave", num_ranks=3, num_micro_batches=3, waves=1)` draws as
+
+    rank 0  0F0 0F1 0F2 ·   ·   5F0 5I0 5F1 5I1 5F2 5I2 0I0 5W0 0I1 0W0 0I2 5W1 0W1 5W2 0W2
+    rank 1  ·   1F0 1F1 1F2 4F0 ·   4F1 4I0 4F2 4I1 1I0 4I2 1I1 4W0 1I2 1W0 4W1 1W1 4W2 1W2
+    rank 2  ·   ·   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3I1 2I1 3I2 2I2 3W0 2W0 3W1 2W1 3W2 2W2
 """
 
 from __future__ import annotations

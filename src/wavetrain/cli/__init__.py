@@ -1,0 +1,80 @@
+"""The command line: one file a verb, no logic of its own.
+
+Every verb is a frozen dataclass whose field docstrings are its help, with a ``run`` method that returns the exit code. What goes
+wrong for reasons a user can mend is one or two lines on stderr and exit code 2; ``--debug`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from wavetrain.errors import WavetrainError
+
+if TYPE_CHECKING:
+    from wavetrain.cli.common import Verb
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    try:
+        return _parse(given or ["--help"]).run()
+    except WavetrainError as error:
+        if debug:
+            raise
+        print(f"wavetrain: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("wavetrain: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader has gone (`| head`): not an error, but Python would complain when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(arguments: list[str]) -> Verb:
+    if arguments == ["--version"]:
+        from wavetrain import __version__
+
+        print(f"wavetrain {__version__}")
+        raise SystemExit(0)
+    import tyro
+
+    from wavetrain.cli.prove import Prove
+    from wavetrain.cli.simulate import Simulate
+    from wavetrain.cli.view import View
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            verb: Verb = tyro.extras.subcommand_cli_from_dict(
+                {"simulate": Simulate, "prove": Prove, "view": View},
+                args=arguments,
+                prog="wavetrain",
+                description="From a model and a set of uneven machines to a trained, served model.",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        print(f"wavetrain: {_first_lines(complaint.getvalue())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return verb
+
+
+def _first_lines(complaint: str) -> str:
+    """What the argument parser complains of, without its box, in at most two lines."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
+    lines = [re.sub(r"^[│|]\s?|\s*[│|]$", "", line).strip() for line in plain.splitlines()]
+    words = [line for line in lines if line and not re.match(r"^[╭╰─]", line)]
+    return "\n  ".join(words[:2]) or "the arguments could not be read; see wavetrain --help"
