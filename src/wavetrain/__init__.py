@@ -7,7 +7,7 @@ The public names, imported when first used:
     prove                                whether it can run, before it is launched
     simulate                             a schedule and costs to a timeline
     load, save, load_costs               schedules as torch CSV or JSON, costs as TOML
-    schedule_names                       what ``build`` takes
+    SCHEDULE_NAMES                       what ``build`` takes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wavetrain.schedule.actions import Action
     from wavetrain.schedule.costs import Costs
     from wavetrain.schedule.costs_file import load_costs
-    from wavetrain.schedule.families import NAMES as schedule_names
+    from wavetrain.schedule.families import NAMES as SCHEDULE_NAMES
     from wavetrain.schedule.families import build
     from wavetrain.schedule.files import load, save
     from wavetrain.schedule.proof import prove
@@ -41,11 +41,12 @@ _HOMES = {
     "load_costs": "wavetrain.schedule.costs_file",
     "prove": "wavetrain.schedule.proof",
     "save": "wavetrain.schedule.files",
-    "schedule_names": "wavetrain.schedule.families",
+    "SCHEDULE_NAMES": "wavetrain.schedule.families",
     "simulate": "wavetrain.schedule.simulator",
 }
 
 __all__ = [
+    "SCHEDULE_NAMES",
     "Action",
     "Costs",
     "Schedule",
@@ -56,7 +57,6 @@ __all__ = [
     "load_costs",
     "prove",
     "save",
-    "schedule_names",
     "simulate",
 ]
 
@@ -64,7 +64,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'wavetrain' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), "NAMES" if name == "schedule_names" else name)
+    value = getattr(importlib.import_module(_HOMES[name]), "NAMES" if name == "SCHEDULE_NAMES" else name)
     globals()[name] = value
     return value
 

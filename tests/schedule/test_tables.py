@@ -23,11 +23,12 @@ from wavetrain.schedule.table import draw
 
 CAPTION = re.compile(r'^`build\("(?P<name>[\w-]+)", (?P<options>[\w=, ]+)\)` draws as\n\n(?P<table>(?: {4}.+\n?)+)', re.MULTILINE)
 
+MODULES = [f"{families.__name__}.{m.name}" for m in pkgutil.iter_modules(families.__path__)]
+
 
 def documented() -> Iterator[tuple[str, str, dict[str, Any], str]]:
     """Module, family, options and table of every table in a docstring."""
-    names = [f"{families.__name__}.{m.name}" for m in pkgutil.iter_modules(families.__path__)]
-    for module in (*names, table.__name__):
+    for module in (*MODULES, table.__name__):
         for found in CAPTION.finditer(importlib.import_module(module).__doc__ or ""):
             pairs = (pair.split("=") for pair in found["options"].split(", "))
             options = {key: ast.literal_eval(value) for key, value in pairs}
@@ -48,8 +49,8 @@ def test_every_family_shows_its_table() -> None:
 
 
 def test_every_caption_is_read() -> None:
-    text = [importlib.import_module(f"{families.__name__}.{m.name}").__doc__ or "" for m in pkgutil.iter_modules(families.__path__)]
-    assert sum(t.count("draws as") for t in text) == len(TABLES) - 1
+    docstrings = [importlib.import_module(module).__doc__ or "" for module in MODULES]
+    assert sum(text.count("draws as") for text in docstrings) == len(TABLES) - 1
 
 
 def test_wide_cells_long_labels_and_long_actions_stay_aligned() -> None:
@@ -71,7 +72,8 @@ def test_the_unit_is_the_shortest_action() -> None:
 
 def test_a_hop_of_whole_units_is_idle_time() -> None:
     schedule = build("1f1b", num_ranks=2, num_micro_batches=1)
-    assert draw(schedule, Costs.uniform(2, hop_latency=1.0)) == "rank 0  0F0 ·   ·   ·   ·   ·   0B0 ---\nrank 1  ·   ·   1F0 1B0 ---"
+    drawn = draw(schedule, Costs.uniform(2, hop_latency=1.0))
+    assert drawn == "rank 0  0F0 ·   ·   ·   ·   ·   0B0 ---\nrank 1  ·   ·   1F0 1B0 ---"
 
 
 def test_a_rank_without_actions_keeps_its_line() -> None:

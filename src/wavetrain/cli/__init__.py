@@ -75,6 +75,16 @@ def _parse(arguments: list[str]) -> Verb:
 def _first_lines(complaint: str) -> str:
     """What the argument parser complains of, without its box, in at most two lines."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
-    lines = [re.sub(r"^[│|]\s?|\s*[│|]$", "", line).strip() for line in plain.splitlines()]
-    words = [line for line in lines if line and not re.match(r"^[╭╰─]", line)]
-    return "\n  ".join(words[:2]) or "the arguments could not be read; see wavetrain --help"
+    lines = [re.sub(r"^[│|]\s?|\s*[│|]$", "", line).rstrip() for line in plain.splitlines() if not re.match(r"^[╭╰]", line)]
+    first: list[str] = []
+    for line in lines:
+        if first and (not line or line.startswith("─")):
+            break
+        first.append(line.strip())
+    near = [line.split()[0] for line in lines if re.match(r"^\s+--?\w", line)]
+    message = " ".join(first) or "the arguments could not be read"
+    if wrong := re.match(r"Error parsing (--[\w-]+): .*(INT|FLOAT).* could be instantiated from \['(.*)'\]", message):
+        message = f"{wrong[1]} takes a {'whole ' if wrong[2] == 'INT' else ''}number, not {wrong[3]!r}"
+    if "Perhaps you meant:" in plain and near:
+        return f"{message}\n  did you mean {' or '.join(dict.fromkeys(near[:2]))}?"
+    return f"{message}\n  see wavetrain --help"

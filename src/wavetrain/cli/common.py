@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
+
+import tyro
 
 from wavetrain.errors import InputError
 from wavetrain.schedule.costs import Costs
@@ -18,6 +20,11 @@ from wavetrain.schedule.files import load
 from wavetrain.schedule.proof import Certificate
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.timeline import Timeline
+
+Count: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Number: TypeAlias = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
+File: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+Flag: TypeAlias = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 MAX_ACTIONS = 4_000_000
 """The most actions that the command line builds."""
@@ -33,9 +40,9 @@ class Verb(Protocol):
 class Output:
     """How a verb answers."""
 
-    json: bool = False
+    json: Flag = False
     """Print one machine-readable object on stdout, and nothing else."""
-    debug: bool = False
+    debug: Flag = False
     """Show the traceback of an error."""
 
 
@@ -43,37 +50,37 @@ class Output:
 class Problem:
     """The pipeline to schedule."""
 
-    schedule: str = "zb-wave"
+    schedule: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "zb-wave"
     """A name (gpipe, 1f1b, interleaved, chimera, hanayo, zb-h1, zb-h2, zbv, dualpipev, zb-wave, auto) or a .csv or .json file."""
-    ranks: int | None = None
+    ranks: Count = None
     """P, pipeline ranks. Default: what the costs or the file are for, else 8."""
-    micro_batches: int | None = None
+    micro_batches: Count = None
     """B, micro-batches a step. Default: P."""
-    waves: int | None = None
+    waves: Count = None
     """W, for hanayo and zb-wave: 2·W stages a rank. Default: 2."""
-    stages_per_rank: int | None = None
+    stages_per_rank: Count = None
     """v, for interleaved. Default: 2."""
-    breadth_first: bool = False
+    breadth_first: Flag = False
     """For hanayo: all micro-batches in flight instead of groups of P."""
-    forward: float | None = None
+    forward: Number = None
     """Seconds of F of one micro-batch on a rank's whole share of the model. Default: 1."""
-    backward_input: float | None = None
+    backward_input: Number = None
     """Seconds of I, likewise. Default: 1."""
-    backward_weight: float | None = None
+    backward_weight: Number = None
     """Seconds of W, likewise; B takes I and W together. Default: 1."""
-    hop_latency: float | None = None
+    hop_latency: Number = None
     """Seconds for a message to reach another rank. Default: 0."""
-    memory_cap: float | None = None
+    memory_cap: Number = None
     """Micro-batches of a rank's share whose activations it may hold. Default: no cap (zb-wave: P)."""
-    costs: Path | None = None
+    costs: File = None
     """A TOML file of uneven costs per stage, rank and link, instead of the six flags above (a cap may still be given)."""
-    seed: int = 0
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """For auto: of its random numbers."""
-    iterations: int | None = None
+    iterations: Count = None
     """For auto: annealing moves on each of the best orders; 0 for none."""
-    seconds: float | None = None
+    seconds: Number = None
     """For auto: stop searching after about so many seconds."""
-    solver_seconds: float = 0.0
+    solver_seconds: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
     """For auto: let CP-SAT polish the best order for so long (pip install 'wavetrain[solve]')."""
 
     def build(self, name: str | None = None, progress: Callable[[str], None] | None = None) -> tuple[Schedule, Costs]:

@@ -45,8 +45,9 @@ def print_result(result: Result) -> None:
 
 def print_comparison(results: Sequence[Result]) -> None:
     """A table of schedules, fastest first."""
-    columns = ("schedule", "stages", "step", "bubble", "over the best", "most held", "messages", "weights")
-    table = Table(*columns, title=_title(results[0].timeline))
+    table = Table(title=_title(results[0].timeline))
+    for column in ("schedule", "stages", "step", "bubble", "slower by", "held", "messages", "copies"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "schedule" else "right")
     best = results[0].timeline.makespan
     for r in results:
         t = r.timeline

@@ -8,12 +8,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from wavetrain.cli.common import Output, Problem, print_json, summary
+from wavetrain.cli.common import File, Flag, Output, Problem, print_json, summary
 from wavetrain.errors import InputError
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import NAMES
@@ -43,15 +42,15 @@ class Simulate(Output):
     """
 
     problem: Annotated[Problem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Problem)
-    compare: tuple[str, ...] = ()
+    compare: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Other schedules to set beside it: names, or `all`."""
-    html: Path | None = None
+    html: File = None
     """Write the timeline page: one self-contained file. With --compare: the two best, on one axis."""
-    trace: Path | None = None
+    trace: File = None
     """Write a Chrome/Perfetto trace (JSON)."""
-    save: Path | None = None
+    save: File = None
     """Write the schedule: .csv as torch.distributed.pipelining reads it, or .json."""
-    comms: bool = False
+    comms: Flag = False
     """With --save to .csv: lowered, with sends and receives."""
 
     def run(self) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from wavetrain.cli.common import Output, Problem, is_file, print_json
+from wavetrain.cli.common import Flag, Output, Problem, is_file, print_json
 from wavetrain.cli.simulate import checked
 from wavetrain.errors import InputError
 from wavetrain.schedule.families import NAMES
@@ -31,13 +31,13 @@ class View(Output):
     """
 
     problem: Annotated[Problem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Problem)
-    compare: str | None = None
+    compare: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """A second schedule, on the same axis."""
     host: str = "127.0.0.1"
     """Where to listen. Anyone who can reach it may run simulations."""
     port: int = 0
     """The port; 0 takes a free one."""
-    open: bool = False
+    open: Flag = False
     """Open the page in the default browser."""
 
     def run(self) -> int:

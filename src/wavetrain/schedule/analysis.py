@@ -71,7 +71,8 @@ def _rank_idle(timeline: Timeline, rank: int, incoming: dict[tuple[str, int, int
                         idle["memory cap"] += rest_end - max(arrived, gap_start)
                         rest_end = max(arrived, gap_start)
             message = incoming.get((_slot(span.kind), span.stage, span.micro_batch))
-            sent, arrived = (message.sent, message.end) if message else (gap_start, gap_start)
+            # clocks of two ranks may disagree in a measured run: never let a message arrive before it was sent
+            sent, arrived = (min(message.sent, message.end), message.end) if message else (gap_start, gap_start)
             idle["imbalance"] += _overlap(gap_start, rest_end, gap_start, sent)
             idle["message"] += _overlap(gap_start, rest_end, sent, arrived)
             idle["overhead"] += _overlap(gap_start, rest_end, arrived, rest_end)
@@ -122,7 +123,10 @@ def critical_path(timeline: Timeline) -> tuple[PathStep, ...]:
 
 
 def memory_curve(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """(seconds, bytes held from then on) at every change, one tuple a rank. F takes when it starts, the others free when they end."""
+    """(seconds, bytes held from then on) at every change, one tuple a rank.
+
+    F takes when it starts, the others free when they end.
+    """
     curves = []
     for spans in timeline.spans:
         held = 0.0

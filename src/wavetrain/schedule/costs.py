@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from wavetrain.errors import InputError
@@ -94,7 +95,9 @@ class Costs:
 
         Args:
             num_ranks: P.
-            forward, backward_input, backward_weight: seconds of one micro-batch on one rank's whole share.
+            forward: seconds of F of one micro-batch on one rank's whole share.
+            backward_input: seconds of I, likewise.
+            backward_weight: seconds of W, likewise.
             hop_latency: seconds for a message to cross to another rank.
             memory_cap: micro-batches of a rank's share whose activations a rank may hold.
             input_release: fraction of the activations that I frees already.
@@ -167,7 +170,7 @@ class Costs:
         )
 
     def _joined(self, points: list[int]) -> Costs:
-        runs = list(zip(points, points[1:], strict=False))
+        runs = list(pairwise(points))
 
         def total(values: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(sum(values[a:b]) for a, b in runs)

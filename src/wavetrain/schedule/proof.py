@@ -40,7 +40,8 @@ class Wait:
     def __str__(self) -> str:
         if self.needs_rank == self.rank:
             return f"rank {self.rank} stands before {self.action.describe()}, and does {self.needs.describe()}, only later"
-        return f"rank {self.rank} stands before {self.action.describe()}, for which rank {self.needs_rank} must first do {self.needs.describe()}"
+        need = f"for which rank {self.needs_rank} must first do {self.needs.describe()}"
+        return f"rank {self.rank} stands before {self.action.describe()}, {need}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Certificate:
     proven: ClassVar[bool] = True
 
     def require(self) -> Certificate:
-        """This certificate."""
+        """Return the certificate itself."""
         return self
 
 

@@ -2,7 +2,7 @@
 
 `build("1f1b", num_ranks=2, num_micro_batches=2)` draws as
 
-    rank 0  0F0 0F1 ·   0B0 --- 0B1 ---
+    rank 0  0F0 0F1 ·   ·   0B0 --- ·   0B1 ---
     rank 1  ·   1F0 1B0 --- 1F1 1B1 ---
 """
 
@@ -21,8 +21,8 @@ _MAX_COLUMNS = 10_000
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     """Who does what when, one line a rank.
 
-    A column is as long as the shortest action. A cell is an action in torch's spelling, such as ``3F0``; a longer action goes on in
-    dashes, and ``·`` is idle.
+    A column is as long as the shortest action. A cell is an action in torch's spelling, such as ``3F0``; a longer action goes on
+    in dashes, and ``·`` is idle.
 
     Args:
         schedule: any that can run.

@@ -87,7 +87,7 @@ def build(
         name: one of :data:`NAMES`.
         num_ranks: P, at least 1.
         num_micro_batches: B, at least 1.
-        waves: W, for ``hanayo`` and ``zb-wave``. Default: 2, or as many as the stages of ``costs`` allow. ``auto`` considers it too.
+        waves: W, for ``hanayo`` and ``zb-wave``. Default: 2, or as many as the stages of ``costs`` allow. ``auto`` tries it too.
         stages_per_rank: v, for ``interleaved``. Default: 2, or as many as the stages of ``costs`` allow.
         breadth_first: for ``hanayo``.
         costs: what to optimize for (``zb-wave``, ``auto``), and the memory cap to check (all).
@@ -147,8 +147,9 @@ def _check_cap(schedule: Schedule, costs: Costs) -> None:
         if peak > cap * (1 + CAP_TOLERANCE):
             least = max(p / s for p, s in zip(peaks, shares, strict=True) if s > 0)
             raise CapError(
-                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / shares[r]:.6g} of them on rank {r}, "
-                f"above its cap of {cap / shares[r]:.6g}; the least cap that works is {least:.6g}, or use zb-wave or auto",
+                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / shares[r]:.6g} of them "
+                f"on rank {r}, above its cap of {cap / shares[r]:.6g}; "
+                f"the least cap that works is {least:.6g}, or use zb-wave or auto",
                 least_cap=least,
             )
 

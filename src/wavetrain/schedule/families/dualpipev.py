@@ -1,4 +1,4 @@
-"""DualPipeV (DeepSeek 2024, cut in half by Sea AI Lab): one wave; forwards and whole backwards of different micro-batches in turn.
+"""DualPipeV (DeepSeek 2024, cut in half by Sea AI Lab): one wave; forwards and whole backwards of two micro-batches in turn.
 
 Made for kernels that overlap the communication of one with the compute of the other; only the ends split the backward.
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from wavetrain.schedule.actions import Action
+from wavetrain.schedule.actions import Action, Kind
 from wavetrain.schedule.placement import straight
 from wavetrain.schedule.schedule import Schedule, check_counts
 
@@ -17,8 +17,6 @@ from wavetrain.schedule.schedule import Schedule, check_counts
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Bubble (P−1)/(B+P−1); every rank holds B micro-batches."""
     check_counts(num_ranks, num_micro_batches)
-    actions = [
-        [Action(kind, p, m) for kind in ("F", "B") for m in range(num_micro_batches)]  # type: ignore[arg-type]
-        for p in range(num_ranks)
-    ]
+    kinds: tuple[Kind, ...] = ("F", "B")
+    actions = [[Action(kind, p, m) for kind in kinds for m in range(num_micro_batches)] for p in range(num_ranks)]
     return Schedule.single_route("gpipe", straight(num_ranks), num_micro_batches, actions)

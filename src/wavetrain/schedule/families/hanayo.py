@@ -1,7 +1,7 @@
 """Hanayo (Liu et al. 2023): waves. The stages lie in a snake over the ranks, 2·W on each; two meet at every turn.
 
-Groups of P micro-batches follow one another, so that no rank holds more than P. ``breadth_first`` instead lets every visit of a stage
-take its share of all B micro-batches in a row: less bubble, B held.
+Groups of P micro-batches follow one another, so that no rank holds more than P. ``breadth_first`` instead lets every visit of a
+stage take its share of all B micro-batches in a row: less bubble, B held.
 
 `build("hanayo", num_ranks=3, num_micro_batches=3, waves=1)` draws as
 

@@ -28,7 +28,7 @@ def expand(program: str, stages: Mapping[str, int], num_micro_batches: int) -> l
             letter, m = owed.popleft()
             kind = "W"
         else:
-            kind, letter = word
+            kind, letter = word[0], word[1]
             counter = ("I" if kind == "B" else kind) + letter
             m = done.get(counter, 0)
             done[counter] = m + 1

@@ -1,8 +1,8 @@
 """ZB-H1 and ZB-H2 (Qi et al. 2023): 1F1B with the backward split, so that W fills what would be bubbles.
 
-ZB-H1 warms up like 1F1B and holds as much as its first rank; ZB-H2 warms up for longer, holds almost twice that, and has no bubble
-between a rank's own first and last action. A step ends when its last rank ends, so both start with the P−1 forwards it takes to
-reach that rank.
+ZB-H1 warms up like 1F1B and holds as much as its first rank; ZB-H2 warms up for longer, holds almost twice that, and has no
+bubble between a rank's own first and last action. A step ends when its last rank ends, so both start with the P−1 forwards it
+takes to reach that rank.
 
 `build("zb-h1", num_ranks=3, num_micro_batches=4)` draws as
 
@@ -30,7 +30,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def zb_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """No bubble between a rank's first and last action for F = I = W and B ≥ 2P−1; every rank holds at most 2P−1 micro-batches."""
+    """No bubble between a rank's first and last action for F = I = W and B ≥ 2P−1; a rank holds at most 2P−1 micro-batches."""
     return _split_1f1b("zb-h2", num_ranks, num_micro_batches, [2 * (num_ranks - p) - 1 for p in range(num_ranks)], lag=2)
 
 

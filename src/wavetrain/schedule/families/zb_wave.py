@@ -1,7 +1,7 @@
 """Zero-bubble waves: W waves with the backward split, under a memory cap, for the costs at hand. wavetrain's own.
 
-The order is not written down but found (:mod:`wavetrain.schedule.optimizer`), for the given stage times, links and cap. For F = I = W
-on free links it reaches (P−1)/(6WB+P−1): the last rank starts P−1 stages late and never waits again.
+The order is not written down but found (:mod:`wavetrain.schedule.optimizer`), for the given stage times, links and cap. For
+F = I = W on free links it reaches (P−1)/(6WB+P−1): the last rank starts P−1 stages late and never waits again.
 
 `build("zb-wave", num_ranks=3, num_micro_batches=3, waves=1)` draws as
 
@@ -32,8 +32,8 @@ def zb_wave(
         num_ranks: P.
         num_micro_batches: B.
         waves: W; 2·W stages a rank.
-        costs: what to optimize for, within its memory cap. Ranks without a cap are held to P micro-batches of their share, as 1F1B
-            is. Default: F = I = W, free links.
+        costs: what to optimize for, within its memory cap. Ranks without a cap are held to P micro-batches of their share, as
+            1F1B is. Default: F = I = W, free links.
         effort: how much to try; 1 takes about a second for 3,000 actions.
 
     Raises:

@@ -1,9 +1,10 @@
 """Local improvement of an order: simulated annealing on the critical path.
 
 An order of a pipeline is a job shop: a rank is a machine, and the step is as long as its longest chain of actions and messages.
-Only a change within that chain can shorten the step, so each move takes an action of a (randomly traced) critical path that had to
-wait for the one before it on its rank, and brings it forward, or puts the one before it off. Memory depends on a rank's own order
-alone and is checked along the moved window. A move that lengthens the step is accepted with a probability that falls to zero.
+Only a change within that chain can shorten the step, so each move takes an action of a (randomly traced) critical path that had
+to wait for the one before it on its rank, and brings it forward, or puts the one before it off. Memory depends on a rank's own
+order alone and is checked along the moved window. A move that lengthens the step is accepted with a probability that falls to
+zero.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _State:
         last_backward = 2 * plane - num_mb
         best = self.makespan * (1 - 1e-12)
         n = rng.choice([o[-1] for o in orders if o and end[o[-1]] >= best])
-        path = []
+        path: list[int] = []
         while True:
             at = position[n]
             before = orders[rank[n]][at - 1] if at else -1

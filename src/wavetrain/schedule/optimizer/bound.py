@@ -8,7 +8,9 @@ from wavetrain.schedule.graph import Graph
 
 
 def lower_bound(graph: Graph) -> float:
-    """Seconds that any order needs at least. The larger of two:
+    """Seconds that any order needs at least.
+
+    The larger of two:
 
     - over ranks, the earliest start of its first action + all its work + the shortest tail behind its last one;
     - the chain of one micro-batch: all F, then I down to a stage, with messages, and that stage's W.

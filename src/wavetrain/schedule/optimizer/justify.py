@@ -1,9 +1,9 @@
 """Justification: all actions as late as they go, then all as early as they go, and again.
 
-Replaying an order lets an action start early, but never before the one ahead of it in the order. Here actions are placed one by one,
-in order of time, each into the first gap of its rank that is long enough and leaves the memory cap intact, jumping over what is
-already there without moving it. Done backward in time and then forward again this is the double justification of project
-scheduling; neither pass lengthens the step, and together they close most of the idle time of warm-up and drain.
+Replaying an order lets an action start early, but never before the one ahead of it in the order. Here actions are placed one by
+one, in order of time, each into the first gap of its rank that is long enough and leaves the memory cap intact, jumping over what
+is already there without moving it. Done backward in time and then forward again this is the double justification of project
+scheduling; together the two passes close most of the idle time of warm-up and drain.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def justify(graph: Graph, orders: Sequence[Sequence[int]], *, rounds: int = 8) -
 def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[list[list[int]], list[float]]:
     """Place ``nodes`` one by one, each as early as it goes; ``mirrored``: with time running backward.
 
-    Returns the orders and the end of every node, both in the direction of time that was asked for. A node's predecessors must come
-    before it, and the nodes in the given order must respect the memory cap.
+    Returns the orders and the end of every node, both in the direction of time that was asked for. A node's predecessors must
+    come before it, and the nodes in the given order must respect the memory cap.
     """
     num_ranks, size, plane = graph.num_ranks, graph.size, graph.num_stages * graph.num_micro_batches
     rank, seconds, delay = graph.rank, graph.seconds, graph.delay
