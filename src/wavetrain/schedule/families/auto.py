@@ -83,7 +83,7 @@ def auto(
         progress(f"{graph.num_stages} stages: {'waves' if named else 'other placements'}")
         found = construct(graph, effort=1.0 if named else _OTHER_EFFORT, target=bound)
         candidates.append(found)
-        if found.makespan < best_seconds:
+        if found.makespan < best_seconds * (1 - 1e-9):
             best, best_seconds = schedule_of("auto", graph, found.orders), found.makespan
     candidates.sort(key=lambda c: c.makespan)
     for i, candidate in enumerate(candidates[:_ANNEALED]):
@@ -178,6 +178,6 @@ def _best_named(
         except InputError:
             continue  # above the cap, or a count that the scheme cannot take
         makespan = simulate(schedule, costs).makespan
-        if makespan < best_seconds:
+        if makespan < best_seconds * (1 - 1e-9):  # of equals the first, with the fewest stages
             best, best_seconds = schedule, makespan
     return best, best_seconds

@@ -9,22 +9,23 @@ from itertools import product
 
 from wavetrain.errors import CapError
 from wavetrain.schedule.graph import Graph, replay
-from wavetrain.schedule.optimizer.dispatch import Policy, dispatch
+from wavetrain.schedule.optimizer.dispatch import Admission, Policy, Preference, dispatch
 from wavetrain.schedule.optimizer.justify import justify
 from wavetrain.schedule.optimizer.pattern import Stretch, pattern_orders, peaks
 from wavetrain.schedule.proof import CAP_TOLERANCE
 
+_RULES: tuple[tuple[Preference, bool], ...] = (
+    ("alternate", True),
+    ("backward", False),
+    ("forward", False),
+    ("forward", True),
+    ("backward", True),
+)
+_ADMISSIONS: tuple[Admission, ...] = ("oldest", "whole")
+
 POLICIES = tuple(
     Policy(prefer=prefer, weights_when_full=full, patience=patience, admit=admit)
-    for patience in (0.0, 1.0)
-    for admit in ("oldest", "whole")
-    for prefer, full in (
-        ("alternate", True),
-        ("backward", False),
-        ("forward", False),
-        ("forward", True),
-        ("backward", True),
-    )
+    for patience, admit, (prefer, full) in product((0.0, 1.0), _ADMISSIONS, _RULES)
 )
 """Rules that are tried, in order of promise."""
 

@@ -13,45 +13,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from wavetrain.schedule.graph import Graph
 from wavetrain.schedule.proof import CAP_TOLERANCE
+
+Preference: TypeAlias = Literal["backward", "forward", "alternate"]
+Admission: TypeAlias = Literal["oldest", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """How the dispatcher chooses."""
 
-    prefer: Literal["backward", "forward", "alternate", "priority"] = "backward"
-    """Which goes first when a forward and a backward are both ready. ``alternate``: the kind that was not done last;
-    ``priority``: whatever has the least priority, W included."""
+    prefer: Preference = "backward"
+    """Which goes first when a forward and a backward are both ready; ``alternate``: the kind that was not done last."""
     weights_when_full: bool = False
     """Whether a W goes before all else while a forward waits only for memory; otherwise W only fills idle time."""
     patience: float = 0.0
     """A rank waits for a better action if that takes less than this times the delay it would cause by not waiting."""
-    admit: Literal["oldest", "whole"] = "oldest"
+    admit: Admission = "oldest"
     """For what a forward must leave room: the oldest micro-batch, or all that have begun on the rank."""
 
 
-def dispatch(
-    graph: Graph, policy: Policy, *, priority: Sequence[float] | None = None, whole: bool = False
-) -> tuple[list[list[int]], float] | None:
+def dispatch(graph: Graph, policy: Policy, *, whole: bool = False) -> tuple[list[list[int]], float] | None:
     """An order of all nodes, one list a rank, and when its last node ends; None if it got stuck.
 
     Args:
         graph: the nodes and their costs; with ``whole`` its slot-1 nodes stand for B and there are no W nodes.
-        policy: how to choose between kinds.
-        priority: within a kind, the ready node with the least goes first, (graph.size,). Default: the oldest micro-batch.
+        policy: how to choose between kinds; within a kind the oldest micro-batch goes first.
         whole: whether backwards are not split.
     """
     num_mb, num_ranks = graph.num_micro_batches, graph.num_ranks
     plane = graph.num_stages * num_mb
     rank, seconds, consumer, delay, held = graph.rank, graph.seconds, graph.consumer, graph.delay, graph.held
-    prio = priority if priority is not None else oldest_first(graph)
+    prio = _oldest_first(graph)
     prefer, weights_first, patience = policy.prefer, policy.weights_when_full, policy.patience
     reserve_all = policy.admit == "whole"
-    by_priority = prefer == "priority"
 
     need = _needs(graph)  # [rank][micro-batch] bytes of forwards still to come
     entire = [row.copy() for row in need]
@@ -112,14 +110,7 @@ def dispatch(
                 elif len(ready_f) > 1:
                     forward = min((x for x in ready_f if fits(r, x[1])), default=(0.0, -1))[1]
             full = bool(ready_f) and forward < 0
-            if by_priority:
-                heads = [x[0] for x in (ready_b, ready_w) if x]
-                if forward >= 0:
-                    heads.append((prio[forward], forward))
-                if not heads:
-                    continue
-                n = min(heads)[1]
-            elif weights_first and full and ready_w:
+            if weights_first and full and ready_w:
                 n = ready_w[0][1]
             elif ready_b and (forward < 0 or prefer == "backward" or (prefer == "alternate" and last_was_forward[r])):
                 n = ready_b[0][1]
@@ -177,7 +168,7 @@ def dispatch(
     return (orders, end_of_all) if left == 0 else None
 
 
-def oldest_first(graph: Graph) -> list[float]:
+def _oldest_first(graph: Graph) -> list[float]:
     """Priorities by micro-batch, within one by how far it has come."""
     num_stages, num_mb = graph.num_stages, graph.num_micro_batches
     forward = [float(m * num_stages + s) for s in range(num_stages) for m in range(num_mb)]
@@ -185,10 +176,8 @@ def oldest_first(graph: Graph) -> list[float]:
     return forward + backward + backward
 
 
-def _goes_before(coming: int, chosen: int, plane: int, prio: Sequence[float], prefer: str, last_was_forward: bool) -> bool:
+def _goes_before(coming: int, chosen: int, plane: int, prio: Sequence[float], prefer: Preference, last_was_forward: bool) -> bool:
     """Whether ``coming`` would be chosen over ``chosen`` if both were ready."""
-    if prefer == "priority":
-        return prio[coming] < prio[chosen]
     if chosen >= 2 * plane:
         return True
     if (coming < plane) == (chosen < plane):
