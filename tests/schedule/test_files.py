@@ -62,10 +62,16 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    for path in (tmp_path / "none" / "s.csv", tmp_path / "folder.csv", tmp_path / "a\0.csv"):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "s.csv", tmp_path / "folder.csv", tmp_path / "a\0.csv"):
         with pytest.raises(InputError, match="cannot write"):
             save(SCHEDULE, path)
-    assert os.listdir(tmp_path) == ["folder.csv"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder.csv"]
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    save(SCHEDULE, tmp_path / "new" / "folder" / "s.csv")
+    assert load(tmp_path / "new" / "folder" / "s.csv").actions == SCHEDULE.actions
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,11 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file such that a reader finds the old text or the new one, never a part."""
+    """Write a file such that a reader finds the old text or the new one, never a part. Folders that are missing are made."""
     target = Path(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}.part") if target.name else target
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "w", encoding="utf-8", newline="") as file:
             file.write(text)
         os.replace(draft, target)

@@ -17,8 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
+from wavetrain.schedule.files import write_text
 from wavetrain.schedule.timeline import Timeline
 from wavetrain.view.payload import dump_payloads
 
@@ -50,7 +50,7 @@ def render_page(timelines: Sequence[Timeline], *, live: Mapping[str, object] | N
 
 def write_page(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
     """Write :func:`render_page` of ``timelines`` to ``path``."""
-    Path(path).write_text(render_page(timelines), encoding="utf-8", newline="\n")
+    write_text(path, render_page(timelines))
 
 
 def content_security_policy(*, live: bool) -> str:
