@@ -8,9 +8,10 @@ other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 from wavetrain.errors import InputError
@@ -149,7 +150,7 @@ class Costs:
                 "use fewer waves or stages per rank, or give costs for more and smaller stages"
             )
         speeds = [self.speed[r] for r in placements[0]] if len(placements) == 1 else [1.0] * num_stages
-        return self._joined(_cut_points([sum(t) for t in self._times()], speeds))
+        return self._joined(_cut_points(tuple(sum(t) for t in self._times()), tuple(speeds)))
 
     def _times(self) -> list[tuple[float, float, float]]:
         return list(zip(self.forward, self.backward_input, self.backward_weight, strict=True))
@@ -169,7 +170,7 @@ class Costs:
             message_bytes=(self.message_bytes[0],) * num_stages,
         )
 
-    def _joined(self, points: list[int]) -> Costs:
+    def _joined(self, points: Sequence[int]) -> Costs:
         runs = list(pairwise(points))
 
         def total(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -207,35 +208,38 @@ def square(size: int, value: float) -> tuple[tuple[float, ...], ...]:
     return ((value,) * size,) * size
 
 
-def _cut_points(times: list[float], speeds: list[float]) -> list[int]:
-    """Boundaries of len(speeds) non-empty runs of ``times`` with the least maximum of run / speed, by bisection."""
+@lru_cache(maxsize=256)
+def _cut_points(times: tuple[float, ...], speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """Boundaries of len(speeds) non-empty runs of ``times``: the least maximum of run / speed, and of those the most even."""
+    limit, _ = _best_cut(times, speeds, math.inf, max)
+    _, points = _best_cut(times, speeds, limit * (1 + 1e-9), lambda total, run: total + run * run)
+    return tuple(points)
+
+
+def _best_cut(
+    times: Sequence[float], speeds: Sequence[float], limit: float, combine: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The cut into runs of at most ``limit`` · speed with the least ``combine`` over them: a dynamic program over (runs, end)."""
     count, num_runs = len(times), len(speeds)
-
-    def pack(limit: float) -> list[int] | None:
-        points, at = [0], 0
-        for i, speed in enumerate(speeds):
-            room, end = limit * speed, at
-            last = count - (num_runs - 1 - i)  # leave one for each run to come
-            while end < last and times[end] <= room:
-                room -= times[end]
-                end += 1
-            if end == at:
-                return None
-            points.append(end)
-            at = end
-        return points if at == count else None
-
-    low, high = 0.0, sum(times) / min(speeds) * (1 + 1e-9) + 1e-300
-    best = pack(high)
-    assert best is not None
-    for _ in range(60):
-        middle = (low + high) / 2
-        found = pack(middle)
-        if found is None:
-            low = middle
-        else:
-            high, best = middle, found
-    return best
+    sums = [0.0, *accumulate(times)]
+    least = [0.0] + [math.inf] * count  # over cuts of the first `end` times into the runs so far
+    choices: list[list[int]] = []
+    for i, speed in enumerate(speeds):
+        following, chosen = [math.inf] * (count + 1), [0] * (count + 1)
+        for end in range(i + 1, count - (num_runs - 1 - i) + 1):
+            for start in range(end - 1, i - 1, -1):
+                run = (sums[end] - sums[start]) / speed
+                if run > limit or combine(0.0, run) >= following[end]:
+                    break  # an earlier start only makes the run longer
+                value = combine(least[start], run)
+                if value < following[end]:
+                    following[end], chosen[end] = value, start
+        choices.append(chosen)
+        least = following
+    points = [count]
+    for chosen in reversed(choices):
+        points.append(chosen[points[-1]])
+    return least[count], points[::-1]
 
 
 def _check_length(field: str, values: Sequence[object], wanted: int, of: str) -> None:

@@ -231,3 +231,9 @@ def replay(
         position[r] = at
         clock[r] = now
     return start, end, arrival
+
+
+def makespan(graph: Graph, orders: Sequence[Sequence[int]]) -> float:
+    """Seconds until all nodes of ``orders`` have ended; infinite if they deadlock."""
+    start, end, _ = replay(graph, orders)
+    return max(end) if all(start[order[-1]] >= 0.0 for order in orders if order) else math.inf

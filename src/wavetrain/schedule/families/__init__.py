@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wavetrain.errors import CapError, InputError, UnknownNameError
+from wavetrain.schedule.actions import Kind
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families.chimera import chimera
 from wavetrain.schedule.families.dualpipev import dualpipev
@@ -18,9 +19,10 @@ from wavetrain.schedule.families.one_f_one_b import one_f_one_b
 from wavetrain.schedule.families.zb_h import zb_h1, zb_h2
 from wavetrain.schedule.families.zb_wave import zb_wave
 from wavetrain.schedule.families.zbv import zbv
+from wavetrain.schedule.optimizer.construct import rounded_up
 from wavetrain.schedule.proof import CAP_TOLERANCE
 from wavetrain.schedule.schedule import Schedule
-from wavetrain.schedule.simulator import costs_for
+from wavetrain.schedule.simulator import costs_for, held_bytes
 
 
 @dataclass(frozen=True)
@@ -141,30 +143,27 @@ def _default_count(costs: Costs | None, unit: int) -> int:
 def _check_cap(schedule: Schedule, costs: Costs) -> None:
     if all(cap == float("inf") for cap in costs.memory_cap):
         return
-    held = costs_for(schedule, costs).cut(schedule.placements)
-    peaks, shares = _peaks(schedule, held.activation_bytes)
+    costs = costs_for(schedule, costs)
+    peaks = _peaks(schedule, held_bytes(costs.cut(schedule.placements)))
+    share = sum(costs.activation_bytes) / costs.num_ranks  # as in Costs.with_cap
     for r, (peak, cap) in enumerate(zip(peaks, costs.memory_cap, strict=True)):
         if peak > cap * (1 + CAP_TOLERANCE):
-            least = max(p / s for p, s in zip(peaks, shares, strict=True) if s > 0)
+            least = max(peaks) / share
             raise CapError(
-                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / shares[r]:.6g} of them "
-                f"on rank {r}, above its cap of {cap / shares[r]:.6g}; "
-                f"the least cap that works is {least:.6g}, or use zb-wave or auto",
+                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / share:.6g} of them "
+                f"on rank {r}, above its cap of {cap / share:.6g}; "
+                f"the least cap that works is {rounded_up(least)}, or use zb-wave or auto",
                 least_cap=least,
             )
 
 
-def _peaks(schedule: Schedule, activation_bytes: tuple[float, ...]) -> tuple[list[float], list[float]]:
-    """Bytes at the peak and of one micro-batch's share, by rank. I frees nothing here, which is the most that can be held."""
-    peaks, shares = [], []
-    for r, actions in enumerate(schedule.actions):
+def _peaks(schedule: Schedule, held: Mapping[Kind, Sequence[float]]) -> list[float]:
+    """Bytes at the peak, by rank."""
+    peaks = []
+    for actions in schedule.actions:
         now = peak = 0.0
         for kind, stage, _ in actions:
-            if kind == "F":
-                now += activation_bytes[stage]
-                peak = max(peak, now)
-            elif kind != "I":
-                now -= activation_bytes[stage]
+            now += held[kind][stage]
+            peak = max(peak, now)
         peaks.append(peak)
-        shares.append(max(sum(b for b, home in zip(activation_bytes, p, strict=True) if home == r) for p in schedule.placements))
-    return peaks, shares
+    return peaks

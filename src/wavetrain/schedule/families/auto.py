@@ -74,8 +74,8 @@ def auto(
     bound = min(lower_bound(g) for g in wave_graphs + other_graphs)
     best, best_seconds = _best_named(num_ranks, num_micro_batches, costs, progress)
     candidates: list[Candidate] = []
-    for graph in wave_graphs + sorted(other_graphs, key=lower_bound):
-        named = len(candidates) < len(wave_graphs)
+    for i, graph in enumerate(wave_graphs + sorted(other_graphs, key=lower_bound)):
+        named = i < len(wave_graphs)
         if best_seconds <= bound * (1 + 1e-9) or (out_of_time() and not named):
             break
         if lower_bound(graph) >= best_seconds:

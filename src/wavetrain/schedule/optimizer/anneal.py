@@ -14,10 +14,11 @@ import random
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from wavetrain.schedule.graph import Graph, replay
+from wavetrain.schedule.graph import Graph, makespan, replay
 from wavetrain.schedule.proof import CAP_TOLERANCE
 
 _MAX_SHIFT = 8  # how far a move may carry an action
+_INSTANT = 1e-6  # of the makespan: what a shorter action adds to a cycle is not worth waiting for
 _MEAN_WEIGHT = 0.02  # of the mean end over ranks, added to the makespan: a slope where the makespan alone is flat
 
 
@@ -42,8 +43,8 @@ class _State:
 
     def measure(self, end: list[float]) -> tuple[float, float]:
         ends = [end[o[-1]] for o in self.orders if o]
-        makespan = max(ends)
-        return makespan, makespan + _MEAN_WEIGHT * sum(ends) / len(ends)
+        longest = max(ends)
+        return longest, longest + _MEAN_WEIGHT * sum(ends) / len(ends)
 
     def critical_nodes(self, rng: random.Random) -> list[int]:
         """Nodes of a critical path that waited for the node before them on their rank."""
@@ -104,10 +105,10 @@ class _State:
         """Make the move if its cost is at most ``worst``."""
         before = self.orders[r][low : high + 1]
         self._set_window(r, low, window)
-        if self._propagate(r, low, high, worst - self.least_mean):
-            makespan, cost = self.measure(self.end)
+        if not self._hides_cycle(window) and self._propagate(r, low, high, worst - self.least_mean):
+            longest, cost = self.measure(self.end)
             if cost <= worst:
-                self.makespan, self.cost = makespan, cost
+                self.makespan, self.cost = longest, cost
                 self.log.clear()
                 return True
         for values, n, old in reversed(self.log):
@@ -115,6 +116,15 @@ class _State:
         self.log.clear()
         self._set_window(r, low, before)
         return False
+
+    def _hides_cycle(self, window: list[int]) -> bool:
+        """Whether the order deadlocks in a cycle of actions that take no time, which times would not show.
+
+        The action that moved, at one end of the window, is part of any new cycle.
+        """
+        seconds = self.graph.seconds
+        instant = min(seconds[window[0]], seconds[window[-1]]) <= _INSTANT * self.makespan
+        return instant and makespan(self.graph, self.orders) == math.inf
 
     def _set_window(self, r: int, low: int, window: list[int]) -> None:
         order, position, rest, seconds = self.orders[r], self.position, self.rest, self.graph.seconds
@@ -195,9 +205,8 @@ def anneal(
     state = _State(graph, orders)
     believed = best = state.makespan
     best_orders = [o.copy() for o in state.orders]
-    # Moves take links as free of queues, and see a deadlock by the time it takes: with queues, or actions that take no time, what
-    # looks better is replayed before it is believed.
-    doubtful = any(graph.occupancy) or 0.0 in graph.seconds
+    # Moves take links as free of queues: where there are queues, what looks better is replayed before it is believed.
+    doubtful = any(graph.occupancy)
     count = sum(len(o) for o in orders)
     unit = sum(graph.work) / count
     tried = 0
@@ -216,14 +225,8 @@ def anneal(
             if state.try_move(graph.rank[u], *proposal, worst):
                 if state.makespan < believed:
                     believed = state.makespan
-                    makespan = _exact(graph, state.orders) if doubtful else believed
-                    if makespan < best:
-                        best, best_orders = makespan, [o.copy() for o in state.orders]
+                    exact = makespan(graph, state.orders) if doubtful else believed
+                    if exact < best:
+                        best, best_orders = exact, [o.copy() for o in state.orders]
                 break
     return best_orders, best
-
-
-def _exact(graph: Graph, orders: Sequence[Sequence[int]]) -> float:
-    """The makespan of an order; infinite if it deadlocks."""
-    start, end, _ = replay(graph, orders)
-    return max(end) if all(start[n] >= 0.0 for order in orders for n in order) else math.inf

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from wavetrain.errors import CapError
-from wavetrain.schedule.graph import Graph, replay
+from wavetrain.schedule.graph import Graph, makespan
 from wavetrain.schedule.optimizer.dispatch import Admission, Policy, Preference, dispatch
 from wavetrain.schedule.optimizer.justify import justify
 from wavetrain.schedule.optimizer.pattern import Stretch, pattern_orders, peaks
@@ -67,11 +67,19 @@ def require_room(graph: Graph) -> None:
         return
     r = max(range(graph.num_ranks), key=lambda r: graph.share[r] / graph.cap[r])
     cap, share = graph.cap[r], graph.share[r]
+    least = max(graph.share) / (sum(graph.share) / graph.num_ranks)
     raise CapError(
         f"rank {r} may hold {cap / share:.4g} micro-batches of its share of the activations ({cap:.4g} of {share:.4g} bytes), "
-        "but any schedule holds at least 1: the least cap that works is 1",
-        least_cap=1.0,
+        f"but any schedule holds at least 1: the least cap that works is {rounded_up(least)}",
+        least_cap=least,
     )
+
+
+def rounded_up(number: float) -> str:
+    """Six digits that are at least ``number`` (> 0), so that whoever types them gets enough."""
+    text = f"{number:.6g}"
+    step = 10.0 ** (math.floor(math.log10(number)) - 5)
+    return text if float(text) >= number * (1 - CAP_TOLERANCE) else f"{float(text) + step:.6g}"
 
 
 def construct(
@@ -93,7 +101,7 @@ def construct(
     goal = target * (1 + 1e-9)
     raw: list[Candidate] = []
     for orders in _raw_orders(graph):
-        raw.append(Candidate(graph, orders, max(replay(graph, orders)[1])))
+        raw.append(Candidate(graph, orders, makespan(graph, orders)))
         if raw[-1].makespan <= goal or len(raw) == tries or out_of_time():
             break
     raw.sort(key=lambda c: c.makespan)
@@ -107,8 +115,7 @@ def construct(
         for i in range(count):
             if best.makespan <= goal or out_of_time():
                 return best
-            orders, makespan = justify(graph, chosen[i].orders, rounds=rounds)
-            chosen[i] = Candidate(graph, orders, makespan)
+            chosen[i] = Candidate(graph, *justify(graph, chosen[i].orders, rounds=rounds))
             best = min(best, chosen[i], key=lambda c: c.makespan)
         chosen.sort(key=lambda c: c.makespan)
     return best

@@ -12,31 +12,56 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from wavetrain.schedule.graph import Graph, replay
+from wavetrain.schedule.graph import Graph, makespan, replay
 from wavetrain.schedule.proof import CAP_TOLERANCE
 
-_EPSILON = 1e-9
+_EPSILON = 1e-9  # of a mean action, or of a makespan
 
 
 def justify(graph: Graph, orders: Sequence[Sequence[int]], *, rounds: int = 8) -> tuple[list[list[int]], float]:
     """A better order, or the given one, and its makespan in seconds. ``orders`` must be valid and within the cap."""
-    start, end, _ = replay(graph, orders)
-    best_orders, best = [list(o) for o in orders], max(end)
+    best_orders, best = [list(o) for o in orders], makespan(graph, orders)
     unchanged = 0
     for _ in range(rounds):
-        nodes = sorted((n for order in orders for n in order), key=lambda n: (-end[n], -start[n]))
-        late_end = _place_all(graph, nodes, mirrored=True)[1]
-        nodes.sort(key=lambda n: (-late_end[n], n))
-        orders, _ = _place_all(graph, nodes, mirrored=False)
         start, end, _ = replay(graph, orders)
-        makespan = max(end)
-        if makespan < best * (1 - _EPSILON):
-            best_orders, best, unchanged = orders, makespan, 0
+        turn = _turns(graph, orders)
+        nodes = sorted((n for order in orders for n in order), key=lambda n: (-end[n], -start[n], -turn[n]))
+        late_orders, late_end = _place_all(graph, nodes, mirrored=True)
+        turn = _turns(graph, [o[::-1] for o in late_orders])
+        nodes.sort(key=lambda n: (-late_end[n], turn[n]))
+        orders, _ = _place_all(graph, nodes, mirrored=False)
+        found = makespan(graph, orders)
+        if found < best * (1 - _EPSILON):
+            best_orders, best, unchanged = orders, found, 0
         else:
             unchanged += 1
             if unchanged == 2:
                 break
     return best_orders, best
+
+
+def _turns(graph: Graph, orders: Sequence[Sequence[int]]) -> Sequence[int]:
+    """A number for every node, above those of all nodes that must come before it: what decides where times are equal.
+
+    That matters only where actions take no time; elsewhere the node's own number will do.
+    """
+    tiny = _EPSILON * sum(graph.work)
+    if all(seconds > tiny for seconds in graph.seconds):
+        return range(graph.size)
+    plane, producer = graph.num_stages * graph.num_micro_batches, _producers(graph)
+    turn = [-1] * graph.size
+    position = [0] * graph.num_ranks
+    count, moved = 0, True
+    while moved:
+        moved = False
+        for r, order in enumerate(orders):
+            while position[r] < len(order):
+                n = order[position[r]]
+                if (producer[n] >= 0 and turn[producer[n]] < 0) or (n >= plane and turn[n - plane] < 0):
+                    break
+                turn[n], count, moved = count, count + 1, True
+                position[r] += 1
+    return turn
 
 
 def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[list[list[int]], list[float]]:
@@ -52,7 +77,8 @@ def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[l
     ends: list[list[float]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
     memory: list[list[float]] = [[] for _ in range(num_ranks)]  # bytes held after each placed action
-    shortest = _shortest(graph)
+    epsilon = _EPSILON * sum(graph.work) / size
+    shortest = _shortest(graph, epsilon)
     packed = [0] * num_ranks  # so many of a rank's first actions have no gap before them that any other could use
     ready, end = [0.0] * size, [0.0] * size
     for n in nodes:
@@ -72,7 +98,7 @@ def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[l
                 assert at <= count, "the given order passes the memory cap"
                 if done[at - 1] > earliest:
                     earliest = done[at - 1]
-        while at < count and begun[at] - (done[at - 1] if at and done[at - 1] > earliest else earliest) < length - _EPSILON:
+        while at < count and begun[at] - (done[at - 1] if at and done[at - 1] > earliest else earliest) < length - epsilon:
             at += 1
         begins = done[at - 1] if at and done[at - 1] > earliest else earliest
         finished = end[n] = begins + length
@@ -100,13 +126,13 @@ def _place_all(graph: Graph, nodes: Iterable[int], *, mirrored: bool) -> tuple[l
     return orders, end
 
 
-def _shortest(graph: Graph) -> list[float]:
+def _shortest(graph: Graph, epsilon: float) -> list[float]:
     """Seconds of the shortest action that takes any time, less a little, by rank."""
     shortest = [math.inf] * graph.num_ranks
     for r, seconds in zip(graph.rank, graph.seconds, strict=True):
         if 0.0 < seconds < shortest[r]:
             shortest[r] = seconds
-    return [s - _EPSILON for s in shortest]
+    return [s - epsilon for s in shortest]
 
 
 def _producers(graph: Graph) -> list[int]:

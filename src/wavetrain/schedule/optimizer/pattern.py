@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from wavetrain.schedule.graph import Graph
 
-_EPSILON = 1e-9
+_EPSILON = 1e-9  # of a period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,12 @@ def pattern_orders(graph: Graph, period: float, stretch: Stretch) -> list[list[i
     for s in reversed(range(num_stages)):
         if place(2, s, offsets[num_stages + s] + graph.seconds[plane + s * num_mb]) is None:
             return None
-    lists: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+    lists: list[list[tuple[float, int, int]]] = [[] for _ in range(num_ranks)]
     for slot_stage, offset in enumerate(offsets):
-        lists[placement[slot_stage % num_stages]] += [(offset + m * period, slot_stage * num_mb + m) for m in range(num_mb)]
-    return [[n for _, n in sorted(entries)] for entries in lists]
+        slot, stage = divmod(slot_stage, num_stages)
+        turn = slot_stage if slot == 0 else slot * num_stages + num_stages - 1 - stage  # along the chain, where times are equal
+        lists[placement[stage]] += [(offset + m * period, turn, slot_stage * num_mb + m) for m in range(num_mb)]
+    return [[n for _, _, n in sorted(entries)] for entries in lists]
 
 
 class _Lane:
@@ -75,6 +77,7 @@ class _Lane:
 
     def __init__(self, period: float) -> None:
         self.period = period
+        self.epsilon = _EPSILON * period
         self.taken: list[tuple[float, float]] = []  # (start, seconds)
 
     def place(self, earliest: float, seconds: float) -> float | None:
@@ -88,13 +91,13 @@ class _Lane:
 
     def _ahead(self, origin: float, point: float) -> float:
         distance = (point - origin) % self.period
-        return 0.0 if distance > self.period - _EPSILON else distance
+        return 0.0 if distance > self.period - self.epsilon else distance
 
     def _apart(self, at: float, seconds: float, start: float, length: float) -> bool:
-        if seconds <= _EPSILON or length <= _EPSILON:
+        if seconds <= self.epsilon or length <= self.epsilon:
             return True
         distance = self._ahead(at % self.period, start)
-        return distance >= seconds - _EPSILON and distance + length <= self.period + _EPSILON
+        return distance >= seconds - self.epsilon and distance + length <= self.period + self.epsilon
 
 
 def peaks(graph: Graph, orders: Sequence[Sequence[int]]) -> list[float]:
