@@ -84,6 +84,11 @@ def percent(fraction: float, digits: int = 2) -> str:
     return f"{100 * fraction:.{digits}f} %"
 
 
+def points(fraction: float) -> str:
+    """A difference of two percentages."""
+    return f"{round(100 * fraction, 2) + 0.0:.2f} points"
+
+
 def timed(run: Callable[[bool], Report], quick: bool) -> tuple[Report, float]:
     """The report and the seconds it took."""
     begin = time.perf_counter()

@@ -150,8 +150,8 @@ def _check_cap(schedule: Schedule, costs: Costs) -> None:
         if peak > cap * (1 + CAP_TOLERANCE):
             least = max(peaks) / share
             raise CapError(
-                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / share:.6g} of them "
-                f"on rank {r}, above its cap of {cap / share:.6g}; "
+                f"{schedule.name} with {schedule.num_micro_batches} micro-batches holds {peak / share:.6g} times a micro-batch's "
+                f"even share on rank {r}, above its cap of {cap / share:.6g}; "
                 f"the least cap that works is {rounded_up(least)}, or use zb-wave or auto",
                 least_cap=least,
             )

@@ -16,7 +16,7 @@ from wavetrain.schedule.schedule import Schedule, check_counts
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """About P+1 micro-batches held. Made for B ≥ 2P; fewer leave holes."""
+    """Bubble (P−1)/(6B+P−1) for F = I = W and B ≥ 2P; P+½ micro-batches held. Fewer micro-batches leave holes."""
     check_counts(num_ranks, num_micro_batches)
     full = max(2 * num_ranks, num_micro_batches)
     actions = []

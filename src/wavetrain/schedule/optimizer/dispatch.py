@@ -75,6 +75,8 @@ def dispatch(graph: Graph, policy: Policy, *, whole: bool = False) -> tuple[list
 
     def fits(r: int, n: int) -> bool:
         m = n % num_mb
+        if held[n] <= 0.0:
+            return True
         if reserve_all:
             begun = need[r][m] < entire[r][m]
             return begun or entire[r][m] <= free[r] - reserved[r]
@@ -137,7 +139,7 @@ def dispatch(graph: Graph, policy: Policy, *, whole: bool = False) -> tuple[list
                     ready_f.remove((prio[n], n))
                     ready_f.sort()
                 m = n % num_mb
-                if reserve_all:
+                if reserve_all and held[n] > 0.0:
                     reserved[r] += (entire[r][m] if row[m] >= entire[r][m] else 0.0) - held[n]
                 row[m] = row[m] - held[n] if row[m] - held[n] > CAP_TOLERANCE * entire[r][m] else 0.0
                 last_was_forward[r] = True

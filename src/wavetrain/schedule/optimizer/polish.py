@@ -87,7 +87,7 @@ class _Problem:
     graph: Graph
     orders: list[list[int]]
     alike: bool
-    """Whether micro-batches can be told apart: not if every stage does all its backwards in the same way."""
+    """Whether micro-batches are interchangeable: every stage does all its backwards in the same way, whole or split."""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]]) -> _Problem:
@@ -195,8 +195,8 @@ def _unit(times: Iterable[float], mean: float) -> float:
 def _in_turn(orders: Sequence[Sequence[int]], num_mb: int) -> list[list[int]]:
     """The same orders with micro-batches renamed such that every stage does each kind of action in the order of micro-batches.
 
-    The k-th of a stage is still ready when it starts: k of them have been handed on before. Memory is held by the same stages at the
-    same time.
+    The k-th of a stage is still ready when it starts: k of them have been handed on before. Memory is held by the same stages at
+    the same time.
     """
     count = dict[int, int]()
     renamed = []
