@@ -111,7 +111,7 @@ def _hanayo(p: int, b: int, w: int) -> float:
 def _row(
     case: str,
     formula: str,
-    points: list[tuple[tuple[str, int, int], dict[str, int], float]],
+    points: list[tuple[tuple[str, int, int], dict[str, Any], float]],
     *,
     at_most: bool = False,
 ) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from wavetrain import build, load_costs, prove, simulate
 from wavetrain.errors import InputError
@@ -12,7 +13,7 @@ costs = load_costs(Path(__file__).parent / "costs.toml")
 
 print("schedule     seconds  bubble  held  mostly idle for")
 for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-wave", "auto"):
-    options = {"iterations": 500} if name == "auto" else {}
+    options: dict[str, Any] = {"iterations": 500} if name == "auto" else {}
     try:
         schedule = build(name, num_ranks=costs.num_ranks, num_micro_batches=12, costs=costs, **options)
     except InputError as error:  # above the memory cap, for one

@@ -1,8 +1,8 @@
 """What README and docs/ show is what happens: every ``console`` and ``python`` block is run, in a folder that has ``examples/``.
 
 In a ``console`` block, lines that begin with ``$`` are run one after the other, and what they print is compared with the lines
-that follow; ``...`` stands for anything. In a ``python`` block, ``print(...)  # → text`` says what is printed. The blocks of a page
-share their names. Other kinds of blocks (``sh``, ``toml``, ``text``) are only shown.
+that follow; ``...`` stands for anything. In a ``python`` block, ``print(...)  # → text`` says what is printed. The blocks of a
+page share their names. Other kinds of blocks (``sh``, ``toml``, ``text``) are only shown.
 """
 
 from __future__ import annotations
@@ -90,10 +90,7 @@ def run_command(command: str, shown: str) -> None:
         expected = 2 if shown.startswith("wavetrain: ") else 1 if shown.startswith("refused: ") else 0
         assert done.returncode == expected, f"$ {command}\n{printed}"
     if shown.strip():
-        got, want = (
-            "".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip()) for text in (printed, shown)
-        )
-        # a leading or trailing "..." may also stand for nothing
+        got, want = ("".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip()) for text in (printed, shown))
         assert doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS), f"$ {command}\n{printed}\nbut shown is\n{shown}"
 
 
