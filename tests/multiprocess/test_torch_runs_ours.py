@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 
 from wavetrain.schedule.actions import Action, Kind
+from wavetrain.schedule.families import build
 from wavetrain.schedule.files import load, save
 from wavetrain.schedule.placement import loop, wave
 from wavetrain.schedule.proof import Certificate, prove
 from wavetrain.schedule.schedule import Schedule
+from wavetrain.schedule.torch_csv import in_loss_order
 
 torch = pytest.importorskip("torch")
 
@@ -33,17 +35,25 @@ WIDTH, BATCH = 6, 16
 LIMIT_SECONDS = 300.0
 
 BACKWARDS = ("whole", "split", "mixed")
+FAMILIES = ("hanayo", "zb-wave")
 CASES = [
-    (backward, form, sharded)
-    for backward in BACKWARDS
+    (name, form, sharded)
+    for name in (*BACKWARDS, *FAMILIES)
     for form in ("compute_only", "compute_comms")
     for sharded in (False, True)
-    if not sharded or backward == "whole"
+    if not sharded or name in ("whole", "hanayo")
 ]
 
 
-def case_name(backward: str, form: str, sharded: bool) -> str:
-    return f"{backward} backward, {form}, {'sharded' if sharded else 'plain'}"
+def case_name(name: str, form: str, sharded: bool) -> str:
+    return f"{name}, {form}, {'sharded' if sharded else 'plain'}"
+
+
+def make_schedule(name: str) -> Schedule:
+    """A family's schedule, or one written by hand with backwards of a kind."""
+    if name in FAMILIES:
+        return in_loss_order(build(name, num_ranks=NUM_RANKS, num_micro_batches=NUM_MICRO_BATCHES, waves=WAVES))
+    return wave_schedule(name)
 
 
 def wave_schedule(backward: str) -> Schedule:
@@ -110,21 +120,21 @@ def _run_cases(rank: int, folder: Path) -> None:
     mine = [s for s, r in enumerate(wave(NUM_RANKS, WAVES)) if r == rank]
     mesh = init_device_mesh("cpu", (NUM_RANKS, 1), mesh_dim_names=("pipeline", "data"))
     found: dict[str, dict[str, Any]] = {}
-    for backward, form, sharded in CASES:
+    for name, form, sharded in CASES:
         modules = {s: make_stage(s) for s in mine}
         if sharded:
             for module in modules.values():
                 fully_shard(module, mesh=mesh["data"])
         stages = [PipelineStage(modules[s], s, NUM_STAGES, torch.device("cpu")) for s in mine]
         runtime: Any = runtime_class(stages, NUM_MICRO_BATCHES, loss_fn=torch.nn.functional.mse_loss)
-        runtime._load_csv(str(folder / f"{backward}-{form}.csv"), format=form)
+        runtime._load_csv(str(folder / f"{name}-{form}.csv"), format=form)
         for _ in range(2):  # the second step must not remember the first
             for module in modules.values():
                 module.zero_grad()
             losses: list[Any] = []
             runtime.step(*([inputs] if rank == 0 else []), target=target, losses=losses)
         grads = {f"{s}.{n}": p.grad for s, module in modules.items() for n, p in module.named_parameters()}
-        found[case_name(backward, form, sharded)] = {n: g.full_tensor() if sharded else g for n, g in grads.items()}
+        found[case_name(name, form, sharded)] = {n: g.full_tensor() if sharded else g for n, g in grads.items()}
     torch.save(found, folder / f"grads{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -152,11 +162,11 @@ def _join(processes: Sequence[BaseProcess], folder: Path) -> None:
 def torch_grads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Gradients that torch's runtime computes from our files on four ranks, by case."""
     folder = tmp_path_factory.mktemp("torch")
-    for backward in BACKWARDS:
-        schedule = wave_schedule(backward)
+    for name in (*BACKWARDS, *FAMILIES):
+        schedule = make_schedule(name)
         assert isinstance(prove(schedule), Certificate)
-        save(schedule, folder / f"{backward}-compute_only.csv")
-        save(schedule, folder / f"{backward}-compute_comms.csv", comms=True)
+        save(schedule, folder / f"{name}-compute_only.csv")
+        save(schedule, folder / f"{name}-compute_comms.csv", comms=True)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=run_rank, args=(r, str(folder)), daemon=True) for r in range(NUM_RANKS)]
     with pytest.MonkeyPatch.context() as patch:
@@ -195,6 +205,44 @@ def test_gradients_of_torchs_runtime_equal_one_process(torch_grads: dict[str, di
             )
 
 
+def dumped(
+    kind: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int, folder: Path, form: str = "compute_only"
+) -> Schedule:
+    """The schedule that a class of torch makes, as we read its dump."""
+    from torch.distributed.pipelining import schedules
+
+    stages = [
+        SimpleNamespace(
+            num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, stage_index=i, submod=torch.nn.Identity()
+        )
+        for i in range(stages_per_rank)
+    ]
+    theirs = getattr(schedules, kind)(stages, num_micro_batches, loss_fn=torch.nn.functional.mse_loss)
+    theirs._dump_csv(folder / "dump.csv", format=form)
+    return load(folder / "dump.csv")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("kind", "name", "stages_per_rank", "counts"),
+    [
+        ("ScheduleZBVZeroBubble", "zbv", 2, lambda p: (1, 2, p, 2 * p - 1, 2 * p, 3 * p + 2)),
+        ("ScheduleDualPipeV", "dualpipev", 2, lambda p: (2 * p, 2 * p + 1, 3 * p + 2)),  # torch takes no fewer
+        ("ScheduleInterleaved1F1B", "interleaved", 2, lambda p: (p, 2 * p, 4 * p)),  # with other counts torch makes larger groups
+        ("ScheduleInterleaved1F1B", "interleaved", 3, lambda p: (p, 3 * p)),
+    ],
+)
+def test_ours_and_torchs_are_the_same_action_by_action(
+    kind: str, name: str, stages_per_rank: int, counts: Callable[[int], tuple[int, ...]], num_ranks: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"stages_per_rank": stages_per_rank} if name == "interleaved" else {}
+    for num_micro_batches in counts(num_ranks):
+        theirs = dumped(kind, num_ranks, stages_per_rank, num_micro_batches, tmp_path)
+        ours = build(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, **options)
+        assert ours.placements == theirs.placements
+        assert ours.actions == theirs.actions
+
+
 @pytest.mark.parametrize(
     ("kind", "style", "num_ranks", "stages_per_rank", "num_micro_batches"),
     [
@@ -213,18 +261,7 @@ def test_gradients_of_torchs_runtime_equal_one_process(torch_grads: dict[str, di
 def test_what_torch_dumps_is_read_and_proven(
     kind: str, style: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int, form: str, tmp_path: Path
 ) -> None:
-    from torch.distributed.pipelining import schedules
-
-    stages = [
-        SimpleNamespace(
-            num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, stage_index=i, submod=torch.nn.Identity()
-        )
-        for i in range(stages_per_rank)
-    ]
-    theirs = getattr(schedules, kind)(stages, num_micro_batches, loss_fn=torch.nn.functional.mse_loss)
-    theirs._dump_csv(tmp_path / "dump.csv", format=form)
-
-    ours = load(tmp_path / "dump.csv")
+    ours = dumped(kind, num_ranks, stages_per_rank, num_micro_batches, tmp_path, form)
 
     v = tuple(range(num_ranks)) + tuple(range(num_ranks))[::-1]
     assert ours.placements == ((v if style == "v" else loop(num_ranks, stages_per_rank)),)
@@ -234,12 +271,12 @@ def test_what_torch_dumps_is_read_and_proven(
     assert load(tmp_path / "again.csv").actions == ours.actions
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_torchs_own_simulation_accepts_our_lowering(backward: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*BACKWARDS, *FAMILIES])
+def test_torchs_own_simulation_accepts_our_lowering(name: str, tmp_path: Path) -> None:
     """torch's check that no receive comes before its send, over all ranks."""
     from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute, _validate_schedule
 
-    save(wave_schedule(backward), tmp_path / "lowered.csv", comms=True)
+    save(make_schedule(name), tmp_path / "lowered.csv", comms=True)
     rows = (tmp_path / "lowered.csv").read_text().splitlines()
     cells = {rank: [c for c in row.split(",") if "SHARD" not in c and "GRAD" not in c] for rank, row in enumerate(rows)}
     actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in cells.items()}

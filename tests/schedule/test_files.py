@@ -7,7 +7,7 @@ import pytest
 
 from wavetrain.errors import FormatError, InputError
 from wavetrain.schedule.files import load, save
-from wavetrain.schedule.torch_csv import parse_csv
+from wavetrain.schedule.torch_csv import dump_csv, parse_csv
 
 SCHEDULE = parse_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", name="1f1b")
 
@@ -92,3 +92,19 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     save(SCHEDULE, tmp_path / "s.csv")
     assert (tmp_path / "s.csv").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_links_are_followed_and_pipes_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real.csv").touch()
+    (tmp_path / "link.csv").symlink_to("real.csv")
+    save(SCHEDULE, tmp_path / "link.csv")
+    assert (tmp_path / "link.csv").is_symlink()
+    assert load(tmp_path / "real.csv").actions == SCHEDULE.actions
+    os.mkfifo(tmp_path / "pipe.csv")
+    reader = os.open(tmp_path / "pipe.csv", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        save(SCHEDULE, tmp_path / "pipe.csv")
+        assert os.read(reader, 1 << 16).decode() == dump_csv(SCHEDULE)
+    finally:
+        os.close(reader)
+    assert (tmp_path / "pipe.csv").is_fifo()

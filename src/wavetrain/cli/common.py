@@ -73,7 +73,7 @@ class Problem:
     memory_cap: Number = None
     """Micro-batches of a rank's share whose activations it may hold. Default: no cap (zb-wave: P)."""
     costs: File = None
-    """A TOML file of uneven costs per stage, rank and link, instead of the six flags above (a cap may still be given)."""
+    """A TOML file of uneven costs per stage, rank and link, instead of the four flags of seconds; a cap may still be given."""
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """For auto: of its random numbers."""
     iterations: Count = None
@@ -83,8 +83,13 @@ class Problem:
     solver_seconds: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
     """For auto: let CP-SAT polish the best order for so long (pip install 'wavetrain[solve]')."""
 
-    def build(self, name: str | None = None, progress: Callable[[str], None] | None = None) -> tuple[Schedule, Costs]:
-        """The schedule called ``name`` (default: the one asked for) and the costs to judge it by."""
+    def build(
+        self, name: str | None = None, *, strict: bool = True, progress: Callable[[str], None] | None = None
+    ) -> tuple[Schedule, Costs]:
+        """The schedule called ``name`` (default: the one asked for) and the costs to judge it by.
+
+        ``strict``: a flag that the family does not know is an error; in a comparison, flags go to those that know them.
+        """
         name = name if name is not None else self.schedule
         if is_file(name):
             schedule = load(name)
@@ -105,12 +110,11 @@ class Problem:
                 options["progress"] = progress
         elif name in FAMILIES:
             family = FAMILIES[name]
-            asked = name == self.schedule  # in a comparison, flags go to those that know them
-            if family.takes_waves or asked:
+            if family.takes_waves or strict:
                 options["waves"] = self.waves
-            if family.takes_stages_per_rank or asked:
+            if family.takes_stages_per_rank or strict:
                 options["stages_per_rank"] = self.stages_per_rank
-            if name == "hanayo" or asked:
+            if name == "hanayo" or strict:
                 options["breadth_first"] = self.breadth_first
         self._check_size(costs.num_ranks, num_micro_batches)
         return build(name, num_ranks=costs.num_ranks, num_micro_batches=num_micro_batches, costs=costs, **options), costs
@@ -129,6 +133,9 @@ class Problem:
         if self.costs is None:
             ranks = num_ranks or (self.ranks if self.ranks is not None else 8)
             given = {name: value for name, value in flags.items() if value is not None}
+            for name, seconds in given.items():
+                if not (seconds >= 0 and math.isfinite(seconds)):
+                    raise InputError(f"--{name.replace('_', '-')} is {seconds}; give a number of seconds, 0 or more")
             return Costs.uniform(ranks, **given, memory_cap=cap if cap is not None else math.inf)
         for name, value in flags.items():
             if value is not None:

@@ -20,7 +20,7 @@ _STYLES = {"F": "black on bright_blue", "B": "black on yellow", "I": "black on b
 
 def print_result(result: Result) -> None:
     """One schedule: its figures, its lanes, and idle time by cause for every rank."""
-    console = Console()
+    console = _console()
     timeline, certificate = result.timeline, result.certificate
     waves = f", {timeline.waves} waves" if timeline.waves else ""
     console.print(
@@ -61,7 +61,13 @@ def print_comparison(results: Sequence[Result]) -> None:
             str(r.certificate.num_messages),
             f"{r.certificate.weight_copies}x",
         )
-    Console().print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """The terminal; what is piped is not squeezed into 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
 def _title(timeline: Timeline) -> str:

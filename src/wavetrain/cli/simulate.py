@@ -112,7 +112,9 @@ class Simulate(Output):
             return sorted(results, key=lambda r: r.timeline.makespan)
 
     def _result(self, name: str, progress: Callable[[str], None]) -> Result:
-        schedule, costs = self.problem.build(name, lambda message: progress(f"{name}: {message}"))
+        schedule, costs = self.problem.build(
+            name, strict=not self.compare, progress=lambda message: progress(f"{name}: {message}")
+        )
         return checked(schedule, costs)
 
 

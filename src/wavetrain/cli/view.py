@@ -13,7 +13,7 @@ import tyro
 from wavetrain.cli.common import Flag, Output, Problem, is_file, print_json
 from wavetrain.cli.simulate import checked
 from wavetrain.errors import InputError
-from wavetrain.schedule.families import NAMES
+from wavetrain.schedule.families import FAMILIES, NAMES
 from wavetrain.schedule.timeline import Timeline
 
 _WHOLE = ("ranks", "micro_batches", "waves")
@@ -53,12 +53,13 @@ class View(Output):
 
         fixed = is_file(self.problem.schedule) or self.problem.costs is not None
         names = [self.problem.schedule, *([self.compare] if self.compare else [])]
-        timelines = [checked(*self.problem.build(name)).timeline for name in names] if fixed else []
-        fields = dataclasses.asdict(self.problem) | {"compare": self.compare}
+        settings = {} if fixed else self._settings(dataclasses.asdict(self.problem) | {"compare": self.compare})
+        # once before serving: what cannot be simulated is an error here and not in the page
+        timelines = [checked(*self.problem.build(name)).timeline for name in names] if fixed else simulate_query(settings)
         serve(
             None if fixed else simulate_query,
             names=NAMES,
-            settings={} if fixed else self._settings(fields),
+            settings=settings,
             timelines=timelines,
             host=self.host,
             port=self.port,
@@ -107,7 +108,7 @@ def simulate_query(query: Mapping[str, str]) -> list[Timeline]:
 
 
 def _timeline(name: str, fields: Mapping[str, Any]) -> Timeline:
-    takes_waves = name in ("hanayo", "zb-wave", "auto")
+    takes_waves = name == "auto" or (name in FAMILIES and FAMILIES[name].takes_waves)
     problem = Problem(
         schedule=name, seconds=_SECONDS_FOR_AUTO, **{k: v for k, v in fields.items() if k != "waves" or takes_waves}
     )

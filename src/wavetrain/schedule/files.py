@@ -57,16 +57,22 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file such that a reader finds the old text or the new one, never a part. Folders that are missing are made."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.part") if target.name else target
+    """Write a file such that a reader finds the old text or the new one, never a part. Folders that are missing are made.
+
+    A link is followed, and what is no regular file (a pipe, a device) is written to, not replaced.
+    """
+    draft: Path | None = None
     try:
+        target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(draft, "w", encoding="utf-8", newline="") as file:
+        if not target.exists() or target.is_file():
+            draft = target.with_name(f".{target.name}.{os.getpid()}.part")
+        with open(draft or target, "w", encoding="utf-8", newline="") as file:
             file.write(text)
-        os.replace(draft, target)
+        if draft is not None:
+            os.replace(draft, target)
     except BaseException as error:
-        if draft != target:
+        if draft is not None:
             with contextlib.suppress(OSError, ValueError):
                 draft.unlink()
         if isinstance(error, OSError | ValueError):
