@@ -64,7 +64,7 @@ def test_counts(folder: Path) -> None:
 def test_costs(folder: Path) -> None:
     check(folder, "simulate --forward -1", "forward", "0 or more")
     check(folder, "simulate --hop-latency -0.5", "latency", "0 or more")
-    check(folder, "prove --backward-weight nan", "backward_weight", "finite")
+    check(folder, "prove --backward-weight nan", "--backward-weight", "0 or more")
     check(folder, "simulate --forward 0 --backward-input 0 --backward-weight 0", "zero")
     check(folder, "simulate --memory-cap -1", "memory cap", "above 0")
     check(folder, "simulate --costs nowhere.toml", "nowhere.toml", "No such file")
