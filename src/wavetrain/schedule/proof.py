@@ -278,107 +278,115 @@ def _shares(held: float, share: float) -> str:
 class _Inbox:
     """Which message each node waits for: the index-th of a pair of ranks (source · P + target)."""
 
-    pair: dict[int, int]
-    index: dict[int, int]
+    pair: list[int]
+    """By node; −1 where it waits for none."""
+    index: list[int]
     counts: dict[int, int]
+    """Messages, by pair that has any."""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]]) -> _Inbox:
-        pair, index, counts = dict[int, int](), dict[int, int](), dict[int, int]()
         rank, consumer, num_ranks = graph.rank, graph.consumer, graph.num_ranks
+        pair, index, counts = [-1] * graph.size, [0] * graph.size, dict[int, int]()
         for r, order in enumerate(orders):
+            first = r * num_ranks
             for n in order:
                 c = consumer[n]
                 if c >= 0 and rank[c] != r:
-                    p = r * num_ranks + rank[c]
+                    p = first + rank[c]
                     count = counts.get(p, 0)
                     pair[c], index[c], counts[p] = p, count, count + 1
         return cls(pair, index, counts)
 
 
 def _least_ahead(graph: Graph, orders: Sequence[Sequence[int]], inbox: _Inbox) -> int:
-    """The least number of actions to post receives ahead; the orders are known to have no cycle."""
-    longest = max(len(order) for order in orders)
-    low, high = -1, 0  # low fails, high is tried
-    while not _completes(graph, orders, inbox, high):
-        assert high < longest, "with every receive posted, orders without a cycle complete"
-        low, high = high, min(2 * high + 1, longest)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _completes(graph, orders, inbox, middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    """The least number of actions to post receives ahead; the orders are known to have no cycle.
 
-
-def _completes(graph: Graph, orders: Sequence[Sequence[int]], inbox: _Inbox, ahead: int) -> bool:
-    """Whether all ranks reach their end when sends block until the receive is posted."""
+    All ranks go as far as they can when sends block until the receive is posted. Where all stand, receives are posted one
+    action further ahead and they go on from there: with more posted no rank gets less far, so that nothing has to be done again.
+    """
     num_ranks, consumer = graph.num_ranks, graph.consumer
     pair_of, index_of = inbox.pair, inbox.index
-    posted = dict.fromkeys(inbox.counts, 0)
-    sent = dict.fromkeys(inbox.counts, 0)
+    posted, sent = dict.fromkeys(inbox.counts, 0), dict.fromkeys(inbox.counts, 0)
     position, window = [0] * num_ranks, [0] * num_ranks
-    awaits: list[tuple[int, bool] | None] = [None] * num_ranks  # (pair, as sender)
-    queue = list(range(num_ranks))
-    left = num_ranks
-    while queue:
-        r = queue.pop()
-        order, at, edge = orders[r], position[r], window[r]
-        count = len(order)
-        while True:
-            # at stands between the action before `at` and the one at `at`: post receives, then finish the send
-            while edge < count and edge <= at + ahead:
-                n = order[edge]
-                edge += 1
-                p = pair_of.get(n, -1)
-                if p >= 0 and posted[p] <= index_of[n]:
-                    posted[p] = index_of[n] + 1
-                    source = p // num_ranks
-                    if awaits[source] == (p, True):
-                        awaits[source] = None
-                        queue.append(source)
-            if at > 0:
-                c = consumer[order[at - 1]]
-                p = pair_of.get(c, -1)
-                if p >= 0 and p // num_ranks == r:
-                    index = index_of[c]
-                    if posted[p] <= index:
-                        awaits[r] = (p, True)
-                        break
-                    if sent[p] <= index:
-                        sent[p] = index + 1
-                        target = p % num_ranks
-                        if awaits[target] == (p, False):
-                            awaits[target] = None
-                            queue.append(target)
-            if at == count:
-                left -= 1
-                break
-            p = pair_of.get(order[at], -1)
-            if p >= 0 and sent[p] <= index_of[order[at]]:
-                awaits[r] = (p, False)
-                break
-            at += 1
-        position[r], window[r] = at, edge
-    return left == 0
+    sends_on, receives_on = [-1] * num_ranks, [-1] * num_ranks  # the pair for which a rank waits
+    ahead, unfinished = 0, set(range(num_ranks))
+    while True:
+        queue = list(unfinished)
+        for r in queue:
+            sends_on[r] = receives_on[r] = -1
+        while queue:
+            r = queue.pop()
+            order, at, edge = orders[r], position[r], window[r]
+            count = len(order)
+            while True:
+                # at stands between the action before `at` and the one at `at`: post receives, then finish the send
+                last = at + ahead + 1
+                if last > count:
+                    last = count
+                while edge < last:
+                    n = order[edge]
+                    edge += 1
+                    p = pair_of[n]
+                    if p >= 0 and posted[p] <= index_of[n]:
+                        posted[p] = index_of[n] + 1
+                        source = p // num_ranks
+                        if sends_on[source] == p:
+                            sends_on[source] = -1
+                            queue.append(source)
+                if at > 0:
+                    c = consumer[order[at - 1]]
+                    p = pair_of[c] if c >= 0 else -1
+                    if p >= 0:  # the one that waits for this message waits for no other
+                        index = index_of[c]
+                        if posted[p] <= index:
+                            sends_on[r] = p
+                            break
+                        if sent[p] <= index:
+                            sent[p] = index + 1
+                            target = p % num_ranks
+                            if receives_on[target] == p:
+                                receives_on[target] = -1
+                                queue.append(target)
+                if at == count:
+                    unfinished.discard(r)
+                    break
+                n = order[at]
+                p = pair_of[n]
+                if p >= 0 and sent[p] <= index_of[n]:
+                    receives_on[r] = p
+                    break
+                at += 1
+            position[r], window[r] = at, edge
+        if not unfinished:
+            return ahead
+        ahead += 1
+        assert ahead <= max(len(order) for order in orders), "with every receive posted, orders without a cycle complete"
 
 
 def _receive_buffers(orders: Sequence[Sequence[int]], inbox: _Inbox, ahead: int) -> tuple[int, ...]:
     """Receives posted and not yet used, at their most, by rank. A receive implies those before it on the same pair."""
+    pair_of, index_of = inbox.pair, inbox.index
+    posted = dict.fromkeys(inbox.counts, 0)
     found = []
     for order in orders:
-        posted = dict[int, int]()
         held = most = edge = 0
+        count = len(order)
         for at, n in enumerate(order):
-            while edge < len(order) and edge <= at + ahead:
-                p = inbox.pair.get(order[edge], -1)
+            last = at + ahead + 1
+            if last > count:
+                last = count
+            while edge < last:
+                p = pair_of[order[edge]]
                 if p >= 0:
-                    upto = inbox.index[order[edge]] + 1
-                    held += max(0, upto - posted.get(p, 0))
-                    posted[p] = max(upto, posted.get(p, 0))
+                    new = index_of[order[edge]] + 1 - posted[p]
+                    if new > 0:
+                        held += new
+                        posted[p] += new
                 edge += 1
-            most = max(most, held)
-            held -= n in inbox.pair
+            if held > most:
+                most = held
+            if pair_of[n] >= 0:
+                held -= 1
         found.append(most)
     return tuple(found)
