@@ -7,7 +7,7 @@ from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import build
 from wavetrain.schedule.families.auto import MAX_STAGES_PER_RANK, placements
 from wavetrain.schedule.graph import Graph, build_graph, schedule_graph
-from wavetrain.schedule.optimizer.bound import lower_bound
+from wavetrain.schedule.optimizer.bound import lower_bound, time_bound
 from wavetrain.schedule.optimizer.construct import has_room
 from wavetrain.schedule.placement import wave
 
@@ -25,6 +25,7 @@ def considered(num_ranks: int, num_micro_batches: int, costs: Costs) -> list[Gra
     return [*graphs, schedule_graph(chimera, costs)[0]]
 
 
-def least_bound(num_ranks: int, num_micro_batches: int, costs: Costs) -> float:
-    """Seconds; see :func:`wavetrain.schedule.optimizer.bound.lower_bound`."""
-    return min(lower_bound(g) for g in considered(num_ranks, num_micro_batches, costs))
+def least_bounds(num_ranks: int, num_micro_batches: int, costs: Costs) -> tuple[float, float]:
+    """Seconds, the least over all that is considered: were memory free, and with the memory that must be held."""
+    graphs = considered(num_ranks, num_micro_batches, costs)
+    return min(time_bound(g) for g in graphs), min(lower_bound(g) for g in graphs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bounds import least_bound
+from benchmarks.bounds import least_bounds
 from benchmarks.report import Report, Row, main, percent, points
 
 from wavetrain.errors import InputError
@@ -40,7 +40,7 @@ def run(quick: bool) -> Report:
         named.sort()
         schedule = build("auto", num_ranks=p, num_micro_batches=b, costs=costs)
         timeline = simulate(schedule, costs)
-        bound = least_bound(p, b, costs)
+        _, bound = least_bounds(p, b, costs)
         limit = 1 - timeline.ideal / bound
         proven = prove(schedule, costs).proven
         shape = f"{schedule.waves} waves" if schedule.waves else f"{schedule.num_stages} stages"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bounds import least_bound
+from benchmarks.bounds import least_bounds
 from benchmarks.report import Report, Row, main, percent, points
 
 from wavetrain.errors import CapError
@@ -41,7 +41,7 @@ def _row(p: int, b: int, cap: float, target: tuple[float, str] | None) -> Row:
     schedule = build("auto", num_ranks=p, num_micro_batches=b, costs=costs)
     timeline = simulate(schedule, costs)
     proof = prove(schedule, costs)
-    bound = least_bound(p, b, costs)
+    _, bound = least_bounds(p, b, costs)
     limit = 1 - timeline.ideal / bound
     shape = f"{schedule.waves} waves" if schedule.waves else f"{schedule.num_stages} stages"
     held = f"{max(proof.peak_activations):.4g} held" if isinstance(proof, Certificate) else "not proven"
