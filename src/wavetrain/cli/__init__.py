@@ -40,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the reader has gone (`| head`): not an error, but Python would complain when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if debug:
+            raise
+        print(f"wavetrain: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def _parse(arguments: list[str]) -> Verb:

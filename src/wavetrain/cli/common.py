@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ Flag: TypeAlias = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 MAX_ACTIONS = 4_000_000
 """The most actions that the command line builds."""
+MAX_RANKS = 4096
+"""The most ranks that the command line builds for: links are kept for every pair."""
 
 
 class Verb(Protocol):
@@ -41,7 +42,7 @@ class Output:
     """How a verb answers."""
 
     json: Flag = False
-    """Print one machine-readable object on stdout, and nothing else."""
+    """Print one machine-readable value on stdout, and nothing else."""
     debug: Flag = False
     """Show the traceback of an error."""
 
@@ -57,7 +58,7 @@ class Problem:
     micro_batches: Count = None
     """B, micro-batches a step. Default: P."""
     waves: Count = None
-    """W, for hanayo and zb-wave: 2·W stages a rank. Default: 2."""
+    """W, for hanayo and zb-wave: 2·W stages a rank. Default: 2. auto considers it beside 1 to 4."""
     stages_per_rank: Count = None
     """v, for interleaved. Default: 2."""
     breadth_first: Flag = False
@@ -77,7 +78,7 @@ class Problem:
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """For auto: of its random numbers."""
     iterations: Count = None
-    """For auto: annealing moves on each of the best orders; 0 for none."""
+    """For auto: annealing moves on each of the best orders; 0 for none. Default: 4000, fewer for large schedules."""
     seconds: Number = None
     """For auto: stop searching after about so many seconds."""
     solver_seconds: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
@@ -100,11 +101,19 @@ class Problem:
                 if given is not None and given != found:
                     raise InputError(f"{name} has {found} {what}, not {given}; leave the flag out")
             return schedule, self.load_costs(schedule.num_ranks)
+        self._check_size()
         costs = self.load_costs(None)
         num_micro_batches = self.micro_batches if self.micro_batches is not None else costs.num_ranks
         options: dict[str, Any] = {}
         if name == "auto":
-            options = {"seed": self.seed, "iterations": self.iterations, "seconds": self.seconds}
+            if strict and self.breadth_first:
+                raise InputError("auto has no breadth-first order; only hanayo has")
+            options = {
+                "stages_per_rank": self.stages_per_rank if strict else None,
+                "seed": self.seed,
+                "iterations": self.iterations,
+                "seconds": self.seconds,
+            }
             options |= {"solver_seconds": self.solver_seconds, "waves": self.waves}
             if progress is not None:
                 options["progress"] = progress
@@ -116,7 +125,6 @@ class Problem:
                 options["stages_per_rank"] = self.stages_per_rank
             if name == "hanayo" or strict:
                 options["breadth_first"] = self.breadth_first
-        self._check_size(costs.num_ranks, num_micro_batches)
         return build(name, num_ranks=costs.num_ranks, num_micro_batches=num_micro_batches, costs=costs, **options), costs
 
     def load_costs(self, num_ranks: int | None) -> Costs:
@@ -146,8 +154,12 @@ class Problem:
             raise InputError(f"{self.costs} is for {costs.num_ranks} ranks, not {wanted}")
         return costs if cap is None else costs.with_cap(cap)
 
-    def _check_size(self, num_ranks: int, num_micro_batches: int) -> None:
+    def _check_size(self) -> None:
+        num_ranks = self.ranks or 8
+        num_micro_batches = self.micro_batches or num_ranks
         per_rank = max(2 * (self.waves or 2), self.stages_per_rank or 2)
+        if num_ranks > MAX_RANKS:
+            raise InputError(f"{num_ranks} ranks; at most {MAX_RANKS} can be simulated")
         if 3 * num_ranks * per_rank * num_micro_batches > MAX_ACTIONS:
             raise InputError(f"{num_ranks} ranks, {per_rank} stages each and {num_micro_batches} micro-batches: too many actions")
 
@@ -178,5 +190,4 @@ def summary(schedule: Schedule, timeline: Timeline, certificate: Certificate) ->
 
 def print_json(value: object) -> None:
     """One JSON value on stdout."""
-    json.dump(value, sys.stdout, indent=2, allow_nan=False)
-    print()
+    print(json.dumps(value, indent=2, allow_nan=False))

@@ -19,7 +19,7 @@ class Prove(Output):
     wavetrain prove --schedule my.csv --memory-cap 4
 
     Shown: every action once, no deadlock even if every send blocks until its receive is posted, the exact peak of activations.
-    Exit code 0: proven. 1: refused. 2: the input could not be read.
+    Exit code 0: proven. 1: refused. 2: there is nothing to prove: a file that cannot be read, a cap that a named family passes.
     """
 
     problem: Annotated[Problem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Problem)
@@ -54,11 +54,12 @@ def as_dict(found: Certificate | Refusal) -> dict[str, object]:
 
 def _print_certificate(name: str, certificate: Certificate) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     console.print(
-        f"[bold]{name}[/] is proven: {certificate.num_actions} actions, {certificate.num_messages} messages, "
+        f"[bold]{escape(name)}[/] is proven: {certificate.num_actions} actions, {certificate.num_messages} messages, "
         f"{certificate.weight_copies} cop{'y' if certificate.weight_copies == 1 else 'ies'} of the weights.\n"
         f"No deadlock with blocking sends, if a rank posts its receives {certificate.receive_ahead} "
         f"action{'' if certificate.receive_ahead == 1 else 's'} beyond its next one."

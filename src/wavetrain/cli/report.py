@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +25,7 @@ def print_result(result: Result) -> None:
     timeline, certificate = result.timeline, result.certificate
     waves = f", {timeline.waves} waves" if timeline.waves else ""
     console.print(
-        f"[bold]{timeline.name}[/]: {timeline.num_ranks} ranks, {timeline.num_stages} stages{waves}, "
+        f"[bold]{escape(timeline.name)}[/]: {timeline.num_ranks} ranks, {timeline.num_stages} stages{waves}, "
         f"{timeline.num_micro_batches} micro-batches; proven, {certificate.num_messages} messages"
     )
     console.print(
@@ -52,7 +53,7 @@ def print_comparison(results: Sequence[Result]) -> None:
     for r in results:
         t = r.timeline
         table.add_row(
-            f"{t.name} W={t.waves}" if t.waves else t.name,
+            escape(f"{t.name} W={t.waves}" if t.waves else t.name),
             str(t.num_stages),
             f"{t.makespan:.6g}",
             f"{t.bubble:.2%}",

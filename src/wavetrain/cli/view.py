@@ -44,6 +44,9 @@ class View(Output):
         """Serve until interrupted."""
         from wavetrain.view.server import serve
 
+        if not self.host:
+            raise InputError("--host is empty; give an address, such as 127.0.0.1")
+
         def announce(url: str) -> None:
             if self.json:
                 print_json({"url": url})
@@ -101,7 +104,7 @@ def simulate_query(query: Mapping[str, str]) -> list[Timeline]:
             f"at most {_MAX_RANKS} ranks and {_MAX_STAGES_PER_RANK // 2} waves here; use wavetrain simulate for more"
         )
     num_actions = 3 * ranks * 2 * waves * fields.get("micro_batches", ranks)
-    limit = MAX_ACTIONS // 8 if "auto" in names or "zb-wave" in names else MAX_ACTIONS
+    limit = MAX_ACTIONS // 40 if "auto" in names else MAX_ACTIONS // 8 if "zb-wave" in names else MAX_ACTIONS
     if num_actions > limit:
         raise InputError(f"{num_actions} actions, more than the {limit} a page may ask for; use wavetrain simulate --html")
     return [_timeline(name, fields) for name in names]

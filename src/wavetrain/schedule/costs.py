@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final
 
 from wavetrain.errors import InputError
 from wavetrain.schedule.placement import Placement
+
+MAX_VALUE: Final = 1e18
+"""The largest cost that is taken, in seconds, bytes or bytes per second: beyond it sums lose what they are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class Costs:
         _check_numbers("input_release", (self.input_release,), positive=False)
         if self.input_release > 1:
             raise InputError(f"input_release is {self.input_release}, but I cannot free more than all (1.0)")
+        if self.divisible and any(len(set(v)) > 1 for v in (self.forward, self.backward_input, self.backward_weight)):
+            raise InputError("divisible costs must be the same for every stage")
         if sum(self.forward) + sum(self.backward_input) + sum(self.backward_weight) == 0:
             raise InputError("all stage times are zero; give at least one of forward, backward_input, backward_weight")
 
@@ -251,7 +256,7 @@ def _check_numbers(field: str, values: Sequence[float], *, positive: bool, infin
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(f"{field}[{i}] is {value!r}, not a number")
-        if math.isnan(value) or (math.isinf(value) and not infinite):
-            raise InputError(f"{field}[{i}] is {value}; give a finite number")
+        if math.isnan(value) or (value > MAX_VALUE and not (infinite and math.isinf(value))):
+            raise InputError(f"{field}[{i}] is {value}; give a finite number, up to {MAX_VALUE:g}")
         if value < 0 or (positive and value == 0):
             raise InputError(f"{field}[{i}] is {value}; it must be {'above 0' if positive else '0 or more'}")

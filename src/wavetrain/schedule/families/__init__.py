@@ -141,8 +141,6 @@ def _default_count(costs: Costs | None, unit: int) -> int:
 
 
 def _check_cap(schedule: Schedule, costs: Costs) -> None:
-    if all(cap == float("inf") for cap in costs.memory_cap):
-        return
     costs = costs_for(schedule, costs)
     peaks = _peaks(schedule, held_bytes(costs.cut(schedule.placements)))
     share = sum(costs.activation_bytes) / costs.num_ranks  # as in Costs.with_cap

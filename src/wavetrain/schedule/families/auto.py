@@ -59,10 +59,10 @@ def auto(
         progress: told in a few words what is being done.
 
     Raises:
-        CapError: a rank's cap is below one micro-batch, which is the least any schedule holds.
+        CapError: a rank's cap is below one micro-batch, which is the least a schedule with that rank's stages holds.
     """
     check_counts(num_ranks, num_micro_batches)
-    if (iterations or 0) < 0 or (seconds or 0) < 0 or solver_seconds < 0:
+    if (iterations or 0) < 0 or not (seconds or 0) >= 0 or not solver_seconds >= 0:
         raise InputError("iterations, seconds and solver_seconds must be 0 or more")
     costs = costs if costs is not None else Costs.uniform(num_ranks)
     deadline = time.monotonic() + seconds if seconds is not None else math.inf

@@ -70,7 +70,7 @@ def require_room(graph: Graph) -> None:
     least = max(graph.share) / (sum(graph.share) / graph.num_ranks)
     raise CapError(
         f"rank {r} may hold {cap / share:.4g} micro-batches of its share of the activations ({cap:.4g} of {share:.4g} bytes), "
-        f"but any schedule holds at least 1: the least cap that works is {rounded_up(least)}",
+        f"but a schedule of this cut holds at least 1: the least cap that works is {rounded_up(least)}",
         least_cap=least,
     )
 
