@@ -34,14 +34,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
-from wavetrain.schedule.costs import Costs
+from wavetrain.schedule.costs import MAX_VALUE, Costs
 from wavetrain.schedule.files import read_text
 
 MAX_RANKS: Final = 4096
 """More would make matrices of pairs that no file is meant to describe."""
 MAX_STAGES: Final = 1_000_000
-MAX_VALUE: Final = 1e18
-"""The largest finite number, and one over the least where zero has no meaning: sums and quotients of such stay finite."""
 
 _PER_STAGE: Final = ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes")
 _PER_RANK: Final = ("speed", "memory_cap")
