@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 from wavetrain.errors import InputError
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import build
@@ -20,11 +17,7 @@ def considered(num_ranks: int, num_micro_batches: int, costs: Costs) -> list[Gra
     most = MAX_STAGES_PER_RANK if costs.divisible else costs.num_stages // num_ranks
     found = [*placements(num_ranks, costs), *(wave(num_ranks, w) for w in (1, 2, 3, 4) if 2 * w <= most)]
     routes = (0,) * num_micro_batches
-    # joined as `auto` joins them, and as they would be without caps: the bound is the least over both
-    unbounded = replace(costs, memory_cap=(math.inf,) * num_ranks)
-    cuts = [replace(c.cut((p,)), memory_cap=costs.memory_cap) for p in found for c in (costs, unbounded)]
-    both = [p for p in found for _ in range(2)]
-    graphs = [g for p, c in zip(both, cuts, strict=True) if has_room(g := build_graph((p,), routes, num_ranks, c))]
+    graphs = [g for p in found if has_room(g := build_graph((p,), routes, num_ranks, costs.cut((p,))))]
     try:
         chimera = build("chimera", num_ranks=num_ranks, num_micro_batches=num_micro_batches, costs=costs)
     except InputError:

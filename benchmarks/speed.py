@@ -63,8 +63,8 @@ def run(quick: bool) -> Report:
     for case, arguments in (
         ("wavetrain --help", ["--help"]),
         (
-            "wavetrain simulate --schedule hanayo, P = B = 8",
-            ["simulate", "--schedule", "hanayo", "--ranks", "8", "--micro-batches", "8", "--waves", "2", "--json"],
+            "wavetrain simulate (zb-wave, P = B = 8, W = 2)",
+            ["simulate"],
         ),
     ):
         command = ["-m", "wavetrain", *arguments]

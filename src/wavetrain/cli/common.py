@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, Optional, Protocol, TypeAlias, Union
 
 import tyro
 
@@ -20,9 +20,15 @@ from wavetrain.schedule.proof import Certificate
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.timeline import Timeline
 
-Count: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Number: TypeAlias = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
-File: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+# Optional and not `| None`: tyro knows it without importing typeguard, which takes a quarter of the time to answer.
+Count: TypeAlias = Annotated[Optional[int], tyro.conf.arg(metavar="N", help_behavior_hint="")]  # noqa: UP045
+Number: TypeAlias = Annotated[Optional[float], tyro.conf.arg(metavar="X", help_behavior_hint="")]  # noqa: UP045
+File: TypeAlias = Annotated[Optional[Path], tyro.conf.arg(metavar="FILE", help_behavior_hint="")]  # noqa: UP045
+Name: TypeAlias = Annotated[Optional[str], tyro.conf.arg(metavar="NAME", help_behavior_hint="")]  # noqa: UP045
+Names: TypeAlias = Annotated[  # None first, so that the default is known without a look at the tuple
+    Union[None, tuple[str, ...]],  # noqa: UP007, RUF036
+    tyro.conf.arg(metavar="NAME ...", help_behavior_hint=""),
+]
 Flag: TypeAlias = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 MAX_ACTIONS = 4_000_000

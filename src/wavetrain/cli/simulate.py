@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from wavetrain.cli.common import File, Flag, Output, Problem, print_json, summary
+from wavetrain.cli.common import File, Flag, Names, Output, Problem, print_json, summary
 from wavetrain.errors import InputError
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import NAMES
@@ -42,7 +42,7 @@ class Simulate(Output):
     """
 
     problem: Annotated[Problem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Problem)
-    compare: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    compare: Names = None
     """Other schedules to set beside it: names, or `all`."""
     html: File = None
     """Write the timeline page: one self-contained file. With --compare: the two best, on one axis."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from wavetrain.cli.common import Flag, Output, Problem, is_file, print_json
+from wavetrain.cli.common import Flag, Name, Output, Problem, is_file, print_json
 from wavetrain.cli.simulate import checked
 from wavetrain.errors import InputError
 from wavetrain.schedule.families import FAMILIES, NAMES
@@ -31,7 +31,7 @@ class View(Output):
     """
 
     problem: Annotated[Problem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Problem)
-    compare: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    compare: Name = None
     """A second schedule, on the same axis."""
     host: str = "127.0.0.1"
     """Where to listen. Anyone who can reach it may run simulations."""
