@@ -12,7 +12,7 @@ setup: $(VENV)/.ready   ## make .venv and install wavetrain with all it needs
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,solve]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,solve,hf]'
 	touch $@
 
 lint: setup      ## ruff and mypy --strict

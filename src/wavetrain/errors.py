@@ -5,7 +5,12 @@
     │   ├── UnknownNameError             a name that is not in a table; carries the nearest known names
     │   ├── FormatError                  a file that cannot be read; carries its path and line
     │   └── CapError                     a memory cap that no schedule of the kind can hold; carries the least that works
-    └── ProofError                       a schedule that was refused by the proof; carries the refusal
+    ├── CheckpointError                  a checkpoint that cannot be written, is damaged, or does not fit the model
+    ├── ProofError                       a schedule that was refused by the proof; carries the refusal
+    └── RuntimeFailure                   a run that could not go on
+        ├── RankFailedError              a rank raised or died; carries which, and the first cause
+        ├── PeerLostError                a neighbour vanished; a consequence of what befell that rank, never the cause
+        └── StallError                   something did not come within its limit
 
 Everything else that escapes is a bug in wavetrain.
 """
@@ -72,12 +77,45 @@ class CapError(InputError):
         super().__init__(message)
 
 
+class CheckpointError(WavetrainError):
+    """A checkpoint that cannot be written, is damaged, or does not fit the model or optimizer it is loaded into."""
+
+
 class ProofError(WavetrainError):
     """A schedule that cannot be run; ``refusal`` says where and why."""
 
     def __init__(self, refusal: Refusal) -> None:
         self.refusal = refusal
         super().__init__(str(refusal))
+
+
+class RuntimeFailure(WavetrainError):
+    """A run that could not go on, through no fault of what the user typed."""
+
+
+class RankFailedError(RuntimeFailure):
+    """A rank raised an exception or died, and the run ended with it.
+
+    ``rank`` is the one that failed first, ``cause`` is what befell it: ``"ValueError: no such token"``, ``"signal 9"``
+    or ``"exit code 3"``.
+    """
+
+    def __init__(self, message: str, *, rank: int, cause: str) -> None:
+        self.rank = rank
+        self.cause = cause
+        super().__init__(message)
+
+
+class PeerLostError(RuntimeFailure):
+    """A neighbour vanished in the middle of a transfer; ``rank`` is the neighbour."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class StallError(RuntimeFailure):
+    """Something did not come within its limit: a message, or the end of the run."""
 
 
 def require_keys(where: object, given: Iterable[str], known: Iterable[str]) -> None:

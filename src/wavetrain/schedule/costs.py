@@ -96,6 +96,7 @@ class Costs:
         hop_latency: float = 0.0,
         memory_cap: float = math.inf,
         input_release: float = 0.0,
+        message_bytes: float = 0.0,
     ) -> Costs:
         """Equal ranks with equal shares of the model.
 
@@ -107,6 +108,7 @@ class Costs:
             hop_latency: seconds for a message to cross to another rank.
             memory_cap: micro-batches of a rank's share whose activations a rank may hold.
             input_release: fraction of the activations that I frees already.
+            message_bytes: of the message between two stages; links are fast enough to make nothing of it.
         """
         if num_ranks < 1:
             raise InputError(f"{num_ranks} ranks: a pipeline needs at least 1")
@@ -116,7 +118,7 @@ class Costs:
             backward_input=(float(backward_input),) * num_ranks,
             backward_weight=(float(backward_weight),) * num_ranks,
             activation_bytes=share,
-            message_bytes=(0.0,) * num_ranks,
+            message_bytes=(float(message_bytes),) * num_ranks,
             speed=share,
             latency=square(num_ranks, float(hop_latency)),
             bandwidth=square(num_ranks, math.inf),
@@ -155,7 +157,7 @@ class Costs:
                 "use fewer waves or stages per rank, or give costs for more and smaller stages"
             )
         speeds = [self.speed[r] for r in placements[0]] if len(placements) == 1 else [1.0] * num_stages
-        return self._joined(_cut_points(tuple(sum(t) for t in self._times()), tuple(speeds)))
+        return self._joined(cut_points(tuple(sum(t) for t in self._times()), tuple(speeds)))
 
     def _times(self) -> list[tuple[float, float, float]]:
         return list(zip(self.forward, self.backward_input, self.backward_weight, strict=True))
@@ -214,7 +216,7 @@ def square(size: int, value: float) -> tuple[tuple[float, ...], ...]:
 
 
 @lru_cache(maxsize=256)
-def _cut_points(times: tuple[float, ...], speeds: tuple[float, ...]) -> tuple[int, ...]:
+def cut_points(times: tuple[float, ...], speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Boundaries of len(speeds) non-empty runs of ``times``: the least maximum of run / speed, and of those the most even."""
     limit, _ = _best_cut(times, speeds, math.inf, max)
     _, points = _best_cut(times, speeds, limit * (1 + 1e-9), lambda total, run: total + run * run)

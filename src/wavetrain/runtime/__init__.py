@@ -1,0 +1,1 @@
+"""The runtime: proven schedules run on torch.distributed."""

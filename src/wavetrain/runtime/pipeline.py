@@ -1,0 +1,283 @@
+"""The pipeline: a model trained in waves, as a user sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wavetrain.errors import InputError
+from wavetrain.models.tensor_parallel import parallelize_layer
+from wavetrain.runtime.blackbox import Phase, Recorder
+from wavetrain.runtime.executor import Executor, Moment
+from wavetrain.runtime.mesh import Mesh
+from wavetrain.runtime.micro_batches import count_targets, shape_key, split_batch
+from wavetrain.runtime.partition import cut_layers
+from wavetrain.runtime.program import Program, compile_program, forward_only
+from wavetrain.runtime.reduction import Reducer
+from wavetrain.runtime.stage import LossFn, Stage, StepData
+from wavetrain.runtime.trace import gather_moments, measured_timeline
+from wavetrain.runtime.transport import DistributedTransport
+from wavetrain.runtime.weights import take_over
+from wavetrain.schedule.families import NAMES, build
+from wavetrain.schedule.files import load
+from wavetrain.schedule.proof import prove
+from wavetrain.schedule.schedule import Schedule
+from wavetrain.schedule.timeline import Timeline
+
+
+class Pipeline:
+    """A model split over the ranks of a pipeline, and trained by a schedule.
+
+    Every rank makes the same model and the same ``Pipeline``, and calls :meth:`step` with the same batch (the same within a
+    replica; replicas bring their own). Weights after a step do not depend on the schedule, to the bit, as long as it has one
+    route.
+
+    Args:
+        model: an ``nn.Sequential``; its children are the layers. It is used up: each rank keeps its own layers only.
+        schedule: a name (``wavetrain.SCHEDULE_NAMES``), a :class:`~wavetrain.Schedule`, or the path of a saved one.
+        num_micro_batches: B; a batch given as one tensor is split into that many, along its first dim.
+        loss_fn: ``loss_fn(output, target)`` → the mean loss over a micro-batch. Needed by :meth:`step`.
+        waves: W of ``hanayo`` and ``zb-wave``.
+        stages_per_rank: of ``interleaved``.
+        dp: replicas of the pipeline.
+        tp: ranks that share every stage.
+        cut: layers of every stage; without it stages are made equally dear.
+        recompute: keep only the input of a stage and compute the rest again in the backward pass; True, or the stages it holds
+            for.
+        autocast: run matrix products in ``torch.bfloat16`` or ``torch.float16``.
+        count_fn: ``count_fn(target)`` → what a micro-batch counts in the loss of the batch. Without it, the number of targets (of
+            whole numbers only those that are not −100), so that the loss is the mean over all targets of the batch.
+        seed: of dropout, and of layers that are made on the meta device.
+        timeout_seconds: how long a message may take before the run is ended.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        *,
+        schedule: str | Schedule | Path = "1f1b",
+        num_micro_batches: int | None = None,
+        loss_fn: LossFn | None = None,
+        waves: int | None = None,
+        stages_per_rank: int | None = None,
+        dp: int = 1,
+        tp: int = 1,
+        cut: Sequence[int] | None = None,
+        recompute: bool | Sequence[int] = False,
+        autocast: torch.dtype | None = None,
+        count_fn: Callable[[Any], float] | None = None,
+        seed: int = 0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if not isinstance(model, nn.Sequential):
+            raise InputError(
+                f"the model is a {type(model).__name__}; a pipeline needs an nn.Sequential, whose children are its layers "
+                "(wavetrain.models has some, and reads Hugging Face checkpoints)"
+            )
+        self.mesh = Mesh.create(dp=dp, tp=tp, timeout_seconds=timeout_seconds)
+        self.schedule = _resolve(schedule, self.mesh.pp, num_micro_batches, waves, stages_per_rank)
+        certificate = prove(self.schedule).require()
+        self.stages = cut_layers(list(model), self.schedule, cut)
+        """The layers of every stage."""
+        self.seed, self.num_steps = seed, 0
+        rank = self.mesh.pp_rank
+        axes = self.mesh.axes
+        divide = (lambda layer: parallelize_layer(layer, axes["tp"])) if tp > 1 and axes is not None else None
+        self._holding = take_over(model, self.stages, self.schedule, rank, self.mesh.device, seed, divide)
+        self._reducer = Reducer(self.mesh, self._holding)
+        self._reducer.copy_weights()
+        self._count_fn = count_fn or count_targets
+        self._workers = {
+            (route, stage): Stage(
+                index=stage,
+                num_stages=self.schedule.num_stages,
+                layers=[(i, self._holding.layers[route, i]) for i in self.stages[stage]],
+                parameters=self._holding.parameters_of(route, self.stages[stage]),
+                micro_batches=[m for m, r in enumerate(self.schedule.routes) if r == route],
+                loss_fn=loss_fn,
+                recompute=recompute if isinstance(recompute, bool) else stage in recompute,
+                autocast=autocast,
+                device=self.mesh.device,
+            )
+            for route, placement in enumerate(self.schedule.placements)
+            for stage, home in enumerate(placement)
+            if home == rank
+        }
+        self._program = compile_program(self.schedule, rank, receive_ahead=certificate.receive_ahead)
+        self._forward_schedule = replace(self.schedule, actions=forward_only(self.schedule))
+        self._forward_program = compile_program(self._forward_schedule, rank)
+        self._recorder = Recorder.from_environment()
+        ranks, channels = self.mesh.pipeline_ranks, self._program.channels
+        transport = DistributedTransport(ranks, channels, rank, self.mesh.device, timeout_seconds)
+        self._executor = Executor(self._workers, transport, self._recorder)
+        self._last: tuple[Schedule, list[Moment]] | None = None
+
+    def step(self, inputs: Any, targets: Any) -> Tensor:
+        """Forward and backward of all micro-batches: gradients are added to ``.grad``.
+
+        Args:
+            inputs: of this replica: a tensor (or nested tensors) whose first dim is split into micro-batches, or a list of
+                micro-batches of any sizes.
+            targets: likewise.
+
+        Returns:
+            the loss of the whole batch, over all replicas, on every rank; a scalar on the CPU.
+        """
+        self._recorder.step = self.num_steps
+        data = self._data(inputs, targets, training=True)
+        self._reducer.begin()
+        loss = self._run(self._program, data)
+        self._recorder.note(Phase.COLLECTIVE)
+        self._reducer.finish()
+        self._recorder.note(Phase.IDLE)
+        self.num_steps += 1
+        return loss
+
+    def evaluate(self, inputs: Any, targets: Any) -> Tensor:
+        """The loss of a batch, in eval mode and without gradients; arguments as of :meth:`step`."""
+        return self._run(self._forward_program, self._data(inputs, targets, training=False))
+
+    def predict(self, inputs: Any) -> list[Any] | None:
+        """What the last layer gives for every micro-batch, on the rank that holds it; None on the others. Eval mode."""
+        data = self._data(inputs, None, training=False)
+        last = [w for w in self._workers.values() if w.last]
+        with _without_loss(last):
+            self._execute(self._forward_program, data)
+        return [data.outputs[m] for m in sorted(data.outputs)] if data.outputs else None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, each once: what its optimizer is given."""
+        return (w.parameter for w in self._holding.weights)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank with their names in the whole model."""
+        return ((w.name, w.parameter) for w in self._holding.weights)
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this rank's layers with their names in the whole model."""
+        return iter(self._holding.buffers.items())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of the whole model to a norm of at most ``max_norm``; the norm before that, a scalar."""
+        return self._reducer.clip(max_norm)
+
+    def timeline(self) -> Timeline:
+        """The last step (or evaluation) as it ran on this replica. All ranks must call it."""
+        if self._last is None:
+            raise InputError("there is no timeline before the first step")
+        schedule, moments = self._last
+        group = self.mesh.group("pp")
+        return measured_timeline(schedule, [moments] if group is None else gather_moments(moments, schedule, group))
+
+    def _data(self, inputs: Any, targets: Any, *, training: bool) -> StepData:
+        number = self.schedule.num_micro_batches
+        given = split_batch(inputs, number, "inputs")
+        wanted = split_batch(targets, number, "targets") if targets is not None else [None] * number
+        counts = [float(self._count_fn(t)) if t is not None else 1.0 for t in wanted]
+        total = torch.tensor([sum(counts)], dtype=torch.float64)
+        replicas = self.mesh.group("dp")
+        if replicas is not None:
+            dist.all_reduce(total, group=replicas)
+        if not float(total) > 0:
+            raise InputError("the batch has no targets that count; the loss would be 0 / 0")
+        return StepData(
+            inputs=given,
+            targets=wanted,
+            weights=[c / float(total) for c in counts],
+            seed=self.seed * 1_000_003 + self.num_steps,
+            training=training,
+            first_micro_batch=self.mesh.dp_rank * number,
+        )
+
+    def _run(self, program: Program, data: StepData) -> Tensor:
+        total = _TotalLoss(self.mesh, self.schedule, data)
+        self._execute(program, data)
+        return total.wait()
+
+    def _execute(self, program: Program, data: StepData) -> None:
+        for worker in self._workers.values():
+            worker.begin(data)
+        keys: list[Hashable] = [(shape_key(x), data.training) for x in data.inputs]
+        moments = self._executor.run(program, keys, self._stage_done if data.training else None)
+        self._last = (program.schedule, moments)
+
+    def _stage_done(self, route: int, stage: int) -> None:
+        self._reducer.stage_done(self._workers[route, stage].parameters)
+
+
+class _TotalLoss:
+    """The loss of a step: those of all micro-batches of all replicas, weighted and added in their order.
+
+    It is exchanged in the background as soon as the last stage has it, so that no rank waits for the end of another.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Schedule, data: StepData) -> None:
+        self._mesh, self._data = mesh, data
+        self._work: dist.Work | None = None
+        self._parts = torch.zeros(mesh.dp, schedule.num_micro_batches, dtype=torch.float64)
+        ends_here = [placement[-1] == mesh.pp_rank for placement in schedule.placements]
+        self._left = sum(ends_here[route] for route in schedule.routes)
+        data.on_loss = self._count
+        if self._left == 0:
+            self._share()
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._parts.sum().float()
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._share()
+
+    def _share(self) -> None:
+        if self._mesh.tp_rank == 0:
+            for m, loss in self._data.losses.items():
+                self._parts[self._mesh.dp_rank, m] = loss.double().cpu() * self._data.weights[m]
+        if self._mesh.world_size > 1:  # every entry comes from one rank: the sum is exact
+            self._parts = self._parts.to(self._mesh.device)
+            self._work = dist.all_reduce(self._parts, async_op=True)
+
+
+class _without_loss:  # noqa: N801
+    """The last stage gives its output instead of a loss for a while."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = [(s, s.loss_fn) for s in stages]
+
+    def __enter__(self) -> None:
+        for stage, _ in self._stages:
+            stage.loss_fn = None
+
+    def __exit__(self, *_: object) -> None:
+        for stage, loss_fn in self._stages:
+            stage.loss_fn = loss_fn
+
+
+def _resolve(
+    schedule: str | Schedule | Path, num_ranks: int, num_micro_batches: int | None, waves: int | None, stages_per_rank: int | None
+) -> Schedule:
+    if isinstance(schedule, str) and schedule in NAMES:
+        if num_micro_batches is None:
+            num_micro_batches = 2 * num_ranks
+        return build(
+            schedule, num_ranks=num_ranks, num_micro_batches=num_micro_batches, waves=waves, stages_per_rank=stages_per_rank
+        )
+    found = schedule if isinstance(schedule, Schedule) else load(schedule)
+    if found.num_ranks != num_ranks:
+        raise InputError(
+            f"the schedule is for {found.num_ranks} pipeline ranks, but {num_ranks} were launched; "
+            f"launch(main, ranks={found.num_ranks}), or torchrun --nproc-per-node {found.num_ranks}"
+        )
+    if num_micro_batches not in (None, found.num_micro_batches):
+        raise InputError(f"the schedule has {found.num_micro_batches} micro-batches, not num_micro_batches={num_micro_batches}")
+    if waves is not None or stages_per_rank is not None:
+        raise InputError("waves and stages_per_rank belong to a schedule given by name; this one has its placement already")
+    return found

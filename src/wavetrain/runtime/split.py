@@ -1,0 +1,207 @@
+"""Split backward: I (gradient of the input) now, W (gradients of the weights) later, for any module, through autograd.
+
+A backward pass is one walk over autograd's graph. Call a node *on the path* if an input of the stage lies behind it. A *joint*
+is a node on the path with an edge that leaves the path towards a parameter: the product of a linear layer, the scale of a norm.
+Then
+
+    I   walks the path only: autograd computes no gradient that nobody asked for, so a joint skips its weights. What flows into
+        each joint is kept.
+    W   starts at every joint again with what was kept, and asks for its parameters only.
+
+Together they run the kernels that one whole backward runs, each once, and give the same bits.
+
+    output ── joint ── gelu ── joint ── norm(joint) ── input          I: this line
+                │                │         │
+                w2, b2           w1, b1    scale                      W: the strokes down
+
+Some graphs cannot be split like that: a parameter behind two joints would be counted twice, and reentrant checkpointing refuses
+to compute a part. There, I does the whole backward and keeps the gradients of the weights for W: right in any case, only not
+early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Found = list[tuple[Tensor, Tensor]]
+"""(parameter, gradient) pairs."""
+
+
+class Joint(NamedTuple):
+    """Where a walk from the outputs to the inputs passes parameters by."""
+
+    node: Node
+    parameters: tuple[Tensor, ...]
+
+
+class Piece(NamedTuple):
+    """A part of the backward pass that is left for W."""
+
+    edges: list[GradientEdge]
+    flows: list[Tensor]
+    """What flows into ``edges``."""
+    parameters: Sequence[Tensor]
+
+
+@dataclass
+class LateWeights:
+    """What W needs once I is done. :meth:`finish` may be called once; it frees the graph as it goes."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    ready: Found = field(default_factory=list)
+    """Gradients that I has computed on its way."""
+
+    def finish(self, stash: Found | None = None) -> None:
+        """Compute the gradients of the weights: added to ``.grad``, or put aside in ``stash`` if one is given."""
+        if stash is None:
+            add_gradients(self.ready)
+        else:
+            stash.extend(self.ready)
+        self.ready = []
+        while self.pieces:
+            edges, flows, parameters = self.pieces.pop()
+            _run(edges, flows, (), parameters, stash)
+
+
+def backward_whole(
+    outputs: Sequence[GradientEdge],
+    flows: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    stash: Found | None = None,
+) -> list[Tensor | None]:
+    """Gradients of ``inputs`` given what flows into ``outputs``; those of ``parameters`` go to ``.grad``, or to ``stash`` if
+    given.
+    """
+    if not outputs or not (inputs or parameters):
+        return [None] * len(inputs)
+    return _run(outputs, flows, inputs, parameters, stash)
+
+
+def backward_input(
+    outputs: Sequence[GradientEdge], flows: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor | None], LateWeights]:
+    """Gradients of ``inputs``, and what W needs for those of ``parameters``.
+
+    A stage without inputs that take a gradient (the first) is split all the same: its path leads to the first of
+    ``parameters``, which are expected in the order of the forward pass.
+    """
+    late = LateWeights()
+    ends = list(inputs) or list(parameters[:1])
+    if not outputs or not ends:
+        return [None] * len(inputs), late
+    walk = _Walk([o.node for o in outputs], ends, parameters)
+    if not walk.can_split:
+        return backward_whole(outputs, flows, inputs, parameters, late.ready), late
+    kept: list[tuple[Tensor | None, ...]] = [()] * len(walk.joints)
+    handles = []
+    for i, joint in enumerate(walk.joints):
+
+        def keep(flow: tuple[Tensor | None, ...], i: int = i) -> None:
+            kept[i] = flow
+
+        handles.append(joint.node.register_prehook(keep))
+    reached = torch.autograd.grad(outputs, ends, flows, retain_graph=True, allow_unused=True)
+    for handle in handles:
+        handle.remove()
+    for joint, into in zip(walk.joints, kept, strict=True):
+        edges = [GradientEdge(joint.node, n) for n, flow in enumerate(into) if flow is not None]
+        if edges:
+            late.pieces.append(Piece(edges, [flow for flow in into if flow is not None], joint.parameters))
+    for edge, flow in zip(outputs, flows, strict=True):
+        if aside := walk.behind.get(edge.node):  # an output that depends on parameters, but on no input
+            late.pieces.append(Piece([edge], [flow], tuple(aside)))
+    if inputs:
+        return list(reached), late
+    late.ready = [(p, g) for p, g in zip(ends, reached, strict=True) if g is not None]
+    return [], late
+
+
+def add_gradients(found: Found) -> None:
+    """Add to ``.grad``. A gradient may share memory with others, so the first is copied."""
+    for parameter, gradient in found:
+        if parameter.grad is None:
+            parameter.grad = gradient.clone()
+        else:
+            parameter.grad.add_(gradient)
+
+
+def _run(
+    edges: Sequence[GradientEdge],
+    flows: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    stash: Found | None,
+) -> list[Tensor | None]:
+    if stash is None:
+        torch.autograd.backward(edges, flows, inputs=[*inputs, *parameters])
+        gradients: list[Tensor | None] = [x.grad for x in inputs]
+        for x in inputs:
+            x.grad = None
+        return gradients
+    found = torch.autograd.grad(edges, [*inputs, *parameters], flows, allow_unused=True)
+    stash.extend((p, g) for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None)
+    return list(found[: len(inputs)])
+
+
+def edges_of(tensors: Iterable[Tensor]) -> list[GradientEdge]:
+    """Where gradients flow into ``tensors``, without keeping their memory."""
+    return [get_gradient_edge(t) for t in tensors]
+
+
+class _Walk:
+    """The graph behind ``roots``, seen from the path to ``ends``."""
+
+    def __init__(self, roots: Sequence[Node], ends: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        end_nodes = {get_gradient_edge(t).node for t in ends}
+        leaves = {get_gradient_edge(p).node: p for p in parameters}
+        nothing: frozenset[Tensor] = frozenset()
+        on_path: set[Node] = set()
+        claimed: set[Tensor] = set()
+        self.can_split = True
+        self.joints: list[Joint] = []
+        self.behind: dict[Node, frozenset[Tensor]] = {}
+        """The parameters behind each node that is not on the path."""
+        for node in _children_first(roots):
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                self.can_split = False
+            children = [child for child, _ in node.next_functions if child is not None]
+            aside = nothing.union(*(self.behind.get(child, nothing) for child in children))
+            if node in end_nodes or any(child in on_path for child in children):
+                on_path.add(node)
+            elif node in leaves:
+                self.behind[node] = aside | {leaves[node]}
+                continue
+            else:
+                self.behind[node] = aside
+                if node not in roots:
+                    continue
+            if aside:
+                self.can_split = self.can_split and not claimed & aside
+                claimed |= aside
+                if node in on_path:
+                    self.joints.append(Joint(node, tuple(aside)))
+
+
+def _children_first(roots: Sequence[Node]) -> list[Node]:
+    """Every node of the graph behind ``roots``, each after all that it leads to."""
+    order: list[Node] = []
+    state: dict[Node, bool] = {}
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node not in state:
+            state[node] = False
+            stack.extend(child for child, _ in node.next_functions if child is not None and child not in state)
+        else:
+            stack.pop()
+            if not state[node]:
+                state[node] = True
+                order.append(node)
+    return order
