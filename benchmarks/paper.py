@@ -265,14 +265,14 @@ def picture(results: list[Result]) -> str:
             base = result.best(*RIVALS)[0]
             bars = {label: v / base for label, v in result.throughput.items() if not label.startswith("zb-wave")}
             bars["zb-wave, best W"] = result.best("zb-wave")[0] / base
-            order = [*RIVALS, *(f"Hanayo W={w}" for w in WAVES), "zb-wave, best W", "Hanayo W=1"]
+            order = [*RIVALS, *(f"Hanayo W={w}" for w in (1, *WAVES)), "zb-wave, best W"]
             groups[f"P={result.case.num_ranks}\n{result.case.cluster.name}"] = {n: bars.get(n, math.nan) for n in order}
         charts.append(
             grouped_bars(
                 groups,
                 title=f"{model.name}: {model.num_layers} layers, hidden {model.hidden}, B = P (simulated)",
                 y_label="throughput, best of the first three = 1",
-                width=1280,
+                width=1360,
                 height=400,
             )
         )

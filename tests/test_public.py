@@ -21,6 +21,8 @@ LEVELS = {
     "schedule": 1,
     "cluster": 1,
     "workload": 1,
+    "models": 1,
+    "data": 1,
     "plan": 2,
     "view": 3,
     "runtime": 3,
@@ -122,7 +124,8 @@ def test_importing_all_that_is_light_pulls_in_neither_torch_nor_numpy() -> None:
         "import importlib, sys\n"
         f"for name in {light!r}: importlib.import_module(name)\n"
         "import wavetrain\n"
-        "for name in wavetrain.__all__: getattr(wavetrain, name)\n"
+        "heavy = {'Pipeline', 'launch', 'rehearse'}\n"
+        "for name in wavetrain.__all__: name in heavy or getattr(wavetrain, name)\n"
         "wavetrain.simulate(wavetrain.build('zb-wave', num_ranks=2, num_micro_batches=2))\n"
         "print(sorted({'torch', 'numpy', 'ortools'} & set(sys.modules)))\n"
     )

@@ -8,6 +8,13 @@ The public names, imported when first used:
     simulate                             a schedule and costs to a timeline
     load, save, load_costs               schedules as torch CSV or JSON, costs as TOML
     SCHEDULE_NAMES                       what ``build`` takes
+
+and those that need torch:
+
+    Pipeline                             a model trained by a schedule, over ranks
+    launch                               run a function in several ranks of this machine
+    rehearse                             run a schedule for real, with emulated compute
+    models, data                         packages: models that can be pipelined, batches of tokens
 """
 
 from __future__ import annotations
@@ -16,7 +23,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wavetrain import data, models
     from wavetrain.errors import WavetrainError
+    from wavetrain.runtime.launch import launch
+    from wavetrain.runtime.pipeline import Pipeline
+    from wavetrain.runtime.rehearsal import rehearse
     from wavetrain.schedule.actions import Action
     from wavetrain.schedule.costs import Costs
     from wavetrain.schedule.costs_file import load_costs
@@ -33,13 +44,16 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Action": "wavetrain.schedule.actions",
     "Costs": "wavetrain.schedule.costs",
+    "Pipeline": "wavetrain.runtime.pipeline",
     "Schedule": "wavetrain.schedule.schedule",
     "Timeline": "wavetrain.schedule.timeline",
     "WavetrainError": "wavetrain.errors",
     "build": "wavetrain.schedule.families",
+    "launch": "wavetrain.runtime.launch",
     "load": "wavetrain.schedule.files",
     "load_costs": "wavetrain.schedule.costs_file",
     "prove": "wavetrain.schedule.proof",
+    "rehearse": "wavetrain.runtime.rehearsal",
     "save": "wavetrain.schedule.files",
     "SCHEDULE_NAMES": "wavetrain.schedule.families",
     "simulate": "wavetrain.schedule.simulator",
@@ -49,19 +63,29 @@ __all__ = [
     "SCHEDULE_NAMES",
     "Action",
     "Costs",
+    "Pipeline",
     "Schedule",
     "Timeline",
     "WavetrainError",
     "build",
+    "data",
+    "launch",
     "load",
     "load_costs",
+    "models",
     "prove",
+    "rehearse",
     "save",
     "simulate",
 ]
 
 
+_PACKAGES = ("data", "models")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"wavetrain.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'wavetrain' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), "NAMES" if name == "SCHEDULE_NAMES" else name)

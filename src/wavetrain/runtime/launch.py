@@ -13,6 +13,7 @@ path, one way to fail.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -154,22 +155,23 @@ def _rank(environment: Mapping[str, str], launcher_pid: int, main: Callable[...,
         result = main(*args)
         if recorder.rank == 0:
             _save_result(Path(environment[blackbox.DIRECTORY_VARIABLE]), result)
+        code = 0
     except SystemExit as exc:
-        if exc.code is None or exc.code == 0:
-            return
-        code = exc.code if isinstance(exc.code, int) else 1
-        if not isinstance(exc.code, int):
+        code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+        if code and not isinstance(exc.code, int):
             print(exc.code, file=sys.stderr)
+        code = code & 0xFF or int(code != 0)
     except BaseException as exc:
         code = 1
         recorder.record_failure(exc)
-    else:
-        return
-    # Not through the interpreter's own end: that joins threads and can hang, while neighbours wait for the sockets to close.
+    if code == 0:
+        atexit._run_exitfuncs()
+    # Not through the interpreter's own end: that joins threads and can hang while neighbours wait for the sockets to close, and
+    # tearing Gloo's threads down at exit can abort a rank that has done all its work.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code & 0xFF or 1)
+    os._exit(code)
 
 
 def _die_with(launcher_pid: int) -> None:
