@@ -1,7 +1,8 @@
 """Emulated compute: a stage that only waits, and hands on messages of the real size.
 
-Waiting is by the clock: an action ends when its time is over, however late the operating system is to wake the process; what
-comes late shows as overhead of the run and is not charged to the schedule twice.
+An action begins when the rank gets to it and ends the given seconds later, or a little after where the operating system is late
+to wake the process: what a rank does between two actions, and what it loses to the operating system, is part of what is
+measured.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from wavetrain.runtime.program import Parcel
 from wavetrain.runtime.stage import Result
 from wavetrain.runtime.structure import Leaf, Structure
+from wavetrain.runtime.transport import Arrived, Transport
 from wavetrain.schedule.actions import Kind
+from wavetrain.schedule.costs import Costs
 
 _PR_SET_TIMERSLACK = 29
 
@@ -30,7 +35,10 @@ class Waiter:
 
     def wait(self, seconds: float) -> None:
         """Return ``seconds`` from now."""
-        end = time.monotonic() + seconds
+        self.wait_until(time.monotonic() + seconds)
+
+    def wait_until(self, end: float) -> None:
+        """Return at ``end`` of the monotonic clock."""
         while (left := end - time.monotonic()) > 0:
             time.sleep(left)
 
@@ -64,6 +72,44 @@ class EmulatedStage:
         self._waiter.wait(self._seconds["W"])
 
 
+class EmulatedLinks:
+    """A transport whose messages arrive no earlier than the links of some costs would let them.
+
+    The sender knows when its link is free and writes the moment of arrival into the message; the receiver waits for it.
+    Messages must be those of :func:`message_tensor`. All ranks share one monotonic clock: they run on one machine.
+    """
+
+    def __init__(self, inner: Transport, waiter: Waiter, costs: Costs) -> None:
+        self._inner, self._waiter, self._costs = inner, waiter, costs
+        self._free: dict[int, float] = defaultdict(float)
+
+    def post(self, parcel: Parcel, key: Hashable) -> None:
+        self._inner.post(parcel, key)
+
+    def receive(self, parcel: Parcel) -> Arrived:
+        arrived = self._inner.receive(parcel)
+        self._waiter.wait_until(float(arrived.tensors[0][0]))
+        return arrived
+
+    def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
+        stage = parcel.stage if parcel.kind == "F" else parcel.stage - 1
+        target, rank = parcel.target, parcel.source
+        begin = max(time.monotonic(), self._free[target])
+        self._free[target] = begin + self._costs.message_bytes[stage] / self._costs.bandwidth[rank][target]
+        stamped = tensors[0].clone()
+        stamped[0] = self._free[target] + self._costs.latency[rank][target]
+        self._inner.send(parcel, key, [stamped], structure)
+
+    def arrived(self, target: int, count: int) -> None:
+        self._inner.arrived(target, count)
+
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        self._inner.release(tensors)
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+
 def message_tensor(num_bytes: float) -> Tensor:
-    """A float32 tensor of about ``num_bytes`` bytes."""
-    return torch.zeros(max(1, round(num_bytes / 4)))
+    """A tensor of about ``num_bytes`` bytes, (num_bytes / 8,) float64."""
+    return torch.zeros(max(1, round(num_bytes / 8)), dtype=torch.float64)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import accumulate, combinations_with_replacement, pairwise
 
 from torch import nn
 
 from wavetrain.errors import InputError
 from wavetrain.models.costs import layer_cost
-from wavetrain.schedule.costs import cut_points
+from wavetrain.schedule.costs import Costs, cut_points
 from wavetrain.schedule.schedule import Schedule
+from wavetrain.schedule.simulator import simulate
 
 
 def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence[int] | None = None) -> list[range]:
@@ -19,7 +21,8 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
     Args:
         layers: in the order of the forward pass.
         schedule: says how many stages there are.
-        counts: layers of every stage; without it the dearest stage is made as cheap as can be, by the layers' estimated costs.
+        counts: layers of every stage; without it the cut is made by the layers' estimated costs: the dearest stage as cheap as
+            can be, or the ranks as even as can be, whichever the simulator finds faster.
     """
     num_stages = schedule.num_stages
     if counts is not None:
@@ -36,5 +39,55 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
             f"the model has {len(layers)} layers, but {schedule.name} on {schedule.num_ranks} ranks has {num_stages} stages; "
             f"use fewer waves or stages per rank ({advice}), or a model of more layers"
         )
-    costs = tuple(layer_cost(layer) for layer in layers)
-    return [range(a, b) for a, b in pairwise(cut_points(costs, (1.0,) * num_stages))]
+    times = tuple(layer_cost(layer) for layer in layers)
+    even = list(cut_points(times, (1.0,) * num_stages))
+    candidates = (even, _even_ranks(even, times, schedule))
+    points = min(candidates, key=lambda points: simulate(schedule, _costs(points, times, schedule)).makespan)
+    return [range(a, b) for a, b in pairwise(points)]
+
+
+def _even_ranks(points: list[int], times: Sequence[float], schedule: Schedule) -> list[int]:
+    """Boundaries moved, one layer at a time, as long as that makes the ranks' work (and then the stages) more even.
+
+    Stages of whole layers cannot be equal where the layers are few; but the stages of one rank can make up for each other.
+    """
+    sums = [0.0, *accumulate(times)]
+    mean = sums[-1] / schedule.num_ranks
+
+    def unevenness(points: Sequence[int]) -> float:
+        stages = [sums[b] - sums[a] for a, b in pairwise(points)]
+        ranks = [0.0] * schedule.num_ranks
+        for placement in schedule.placements:
+            for stage, rank in enumerate(placement):
+                ranks[rank] += stages[stage]
+        return sum((r - mean) ** 2 for r in ranks) + 1e-3 * sum(s * s for s in stages) / len(stages)
+
+    best, value = list(points), unevenness(points)
+    improved = True
+    while improved:
+        improved = False
+        for i, j in combinations_with_replacement(range(1, len(points) - 1), 2):
+            for di, dj in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+                moved = list(best)
+                moved[i] += di
+                if j != i:
+                    moved[j] += dj
+                if all(a < b for a, b in pairwise(moved)) and (now := unevenness(moved)) < value * (1 - 1e-9):
+                    best, value, improved = moved, now, True
+    return best
+
+
+def _costs(points: Sequence[int], times: Sequence[float], schedule: Schedule) -> Costs:
+    """Costs of the stages that ``points`` cut: I and W take what F takes."""
+    stages = tuple(sum(times[a:b]) for a, b in pairwise(points))
+    even = Costs.uniform(schedule.num_ranks)
+    one = (1.0,) * len(stages)
+    return replace(
+        even,
+        forward=stages,
+        backward_input=stages,
+        backward_weight=stages,
+        activation_bytes=one,
+        message_bytes=one,
+        divisible=False,
+    )

@@ -5,9 +5,10 @@ It answers, before a cluster is rented, whether a schedule runs as the simulator
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch.distributed as dist
 
 from wavetrain.errors import InputError
 from wavetrain.runtime.blackbox import Recorder
-from wavetrain.runtime.emulation import EmulatedStage, Waiter, message_tensor
+from wavetrain.runtime.emulation import EmulatedLinks, EmulatedStage, Waiter, message_tensor
 from wavetrain.runtime.executor import Executor, Moment
 from wavetrain.runtime.launch import launch
 from wavetrain.runtime.mesh import join
-from wavetrain.runtime.program import compile_program
+from wavetrain.runtime.program import Program, compile_program
 from wavetrain.runtime.trace import gather_moments, measured_timeline
-from wavetrain.runtime.transport import DistributedTransport
+from wavetrain.runtime.transport import DistributedTransport, Transport
 from wavetrain.schedule.actions import KINDS
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.proof import prove
@@ -90,50 +91,60 @@ class Rehearsal:
 
 
 def rehearse(
-    schedule: Schedule,
+    schedule: Schedule, costs: Costs | None = None, *, steps: int = 5, warmup: int = 1, timeout_seconds: float = 60.0
+) -> Rehearsal:
+    """Run ``schedule`` in as many processes of this machine as it has ranks; see :func:`rehearse_all`."""
+    return rehearse_all([schedule], costs, steps=steps, warmup=warmup, timeout_seconds=timeout_seconds)[0]
+
+
+def rehearse_all(
+    schedules: Sequence[Schedule],
     costs: Costs | None = None,
     *,
     steps: int = 5,
     warmup: int = 1,
     timeout_seconds: float = 60.0,
-    on_step: Callable[[int, float], None] | None = None,
-) -> Rehearsal:
-    """Run ``schedule`` in as many processes of this machine as it has ranks.
+) -> list[Rehearsal]:
+    """Run schedules of equal rank counts in the same processes, one step of each in turn: a machine's mood meets them all alike.
 
     Args:
-        schedule: is proven first.
-        costs: seconds of every action, bytes of every message. Latency and bandwidth are those of this machine's loopback: what
-            the costs say about links beyond that is emulated by the sender's message arriving later.
-        steps: that count.
-        warmup: steps before them.
+        schedules: are proven first.
+        costs: seconds of every action, bytes of every message. Links are those of this machine's loopback; where the costs say
+            that a message takes longer, it is held back until then.
+        steps: that count, of each schedule.
+        warmup: steps of each before them.
         timeout_seconds: how long a message may take.
-        on_step: unused while ranks run; called afterwards with (step, seconds).
 
     Raises:
-        ProofError: the schedule cannot run.
+        ProofError: a schedule cannot run.
         RankFailedError: a rank died.
     """
     if steps < 1 or warmup < 0:
         raise InputError(f"steps={steps}, warmup={warmup}: at least one step must count")
-    costs = costs_for(schedule, costs)
-    prove(schedule, costs).require()
-    found = launch(_rehearse_rank, ranks=schedule.num_ranks, args=(schedule, costs, warmup + steps, timeout_seconds))
-    counted = [[[Moment(*m) for m in rank] for rank in ranks] for ranks in found["steps"][warmup:]]
+    if not schedules or len({s.num_ranks for s in schedules}) != 1:
+        raise InputError("schedules that are rehearsed together must have the same number of ranks")
+    costs = costs_for(schedules[0], costs)
+    for schedule in schedules:
+        prove(schedule, costs).require()
+    args = (tuple(schedules), costs, warmup + steps, timeout_seconds)
+    found = launch(_rehearse_rank, ranks=schedules[0].num_ranks, args=args)
     hop = float(found["hop_seconds"])
-    seconds = [max(m[-1].end for m in ranks if m) - start for ranks, start in zip(counted, found["starts"][warmup:], strict=True)]
-    if on_step is not None:
-        for i, s in enumerate(seconds):
-            on_step(i, s)
+    return [
+        _summary(s, costs, run["steps"][warmup:], run["starts"][warmup:], hop)
+        for s, run in zip(schedules, found["runs"], strict=True)
+    ]
+
+
+def _summary(schedule: Schedule, costs: Costs, steps: Sequence[Any], starts: Sequence[float], hop: float) -> Rehearsal:
+    moments = [[[Moment(*m) for m in rank] for rank in ranks] for ranks in steps]
+    seconds = [max(m[-1].end for m in ranks if m) - start for ranks, start in zip(moments, starts, strict=True)]
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
-    known = replace(
-        costs,
-        latency=tuple(tuple(max(v, hop) for v in row) for row in costs.latency),
-    )
-    late, between = _overheads(schedule, costs.cut(schedule.placements), counted)
+    known = replace(costs, latency=tuple(tuple(max(v, hop) for v in row) for row in costs.latency))
+    late, between = _overheads(schedule, costs.cut(schedule.placements), moments)
     return Rehearsal(
         schedule=schedule,
         predicted=simulate(schedule, known),
-        measured=measured_timeline(schedule, counted[middle], costs),
+        measured=measured_timeline(schedule, moments[middle], costs),
         step_seconds=tuple(seconds),
         hop_seconds=hop,
         late_seconds=late,
@@ -153,14 +164,34 @@ def _overheads(schedule: Schedule, costs: Costs, steps: Sequence[Sequence[Sequen
     return late / count, between / count
 
 
-def _rehearse_rank(schedule: Schedule, costs: Costs, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
+def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
+    """What every rank does; rank 0's result is brought home."""
     torch.set_num_threads(1)
     join()
     alone = not dist.is_initialized()
     rank = 0 if alone else dist.get_rank()
-    certificate = prove(schedule).require()
+    waiter, recorder = Waiter(), Recorder.from_environment()
+    parts = [_part(schedule, costs, rank, waiter, recorder, timeout_seconds) for schedule in schedules]
+    hop = 0.0 if alone else _measure_hop(rank, message_tensor(max(costs.message_bytes)), waiter)
+    runs: list[dict[str, list[Any]]] = [{"steps": [], "starts": []} for _ in schedules]
+    for step in range(num_steps):
+        for schedule, (program, executor), run in zip(schedules, parts, runs, strict=True):
+            recorder.step = step
+            start = _common_start(alone)
+            waiter.wait_until(start)
+            moments = executor.run(program, [0] * schedule.num_micro_batches)
+            run["steps"].append([moments] if alone else gather_moments(moments, schedule))
+            run["starts"].append(start)
+    if not alone:
+        dist.barrier()
+    return {"runs": runs, "hop_seconds": hop}
+
+
+def _part(
+    schedule: Schedule, costs: Costs, rank: int, waiter: Waiter, recorder: Recorder, timeout_seconds: float
+) -> tuple[Program, Executor]:
+    """The program of ``rank``, and an executor whose stages wait."""
     cut = costs.cut(schedule.placements)
-    waiter = Waiter()
     workers = {
         (route, stage): EmulatedStage(
             waiter,
@@ -173,24 +204,13 @@ def _rehearse_rank(schedule: Schedule, costs: Costs, num_steps: int, timeout_sec
         for stage, home in enumerate(placement)
         if home == rank
     }
-    program = compile_program(schedule, rank, receive_ahead=certificate.receive_ahead)
-    transport = DistributedTransport(range(schedule.num_ranks), program.channels, rank, torch.device("cpu"), timeout_seconds)
-    recorder = Recorder.from_environment()
-    executor = Executor(workers, transport, recorder)
-    hop = 0.0 if alone else _measure_hop(rank, message_tensor(max(cut.message_bytes)), waiter)
-    steps, starts = [], []
-    keys = [0] * schedule.num_micro_batches
-    for step in range(num_steps):
-        recorder.step = step
-        start = _common_start(alone)
-        waiter.wait(start - time.monotonic())
-        moments = executor.run(program, keys)
-        steps.append(gather_moments(moments, schedule) if not alone else [moments])
-        starts.append(start)
-    if not alone:
-        dist.barrier()
-        dist.destroy_process_group()
-    return {"steps": steps, "starts": starts, "hop_seconds": hop}
+    program = compile_program(schedule, rank, receive_ahead=prove(schedule).require().receive_ahead)
+    transport: Transport = DistributedTransport(
+        range(schedule.num_ranks), program.channels, rank, torch.device("cpu"), timeout_seconds
+    )
+    if any(v > 0 for row in cut.latency for v in row) or any(v < math.inf for row in cut.bandwidth for v in row):
+        transport = EmulatedLinks(transport, waiter, cut)
+    return program, Executor(workers, transport, recorder)
 
 
 def _common_start(alone: bool) -> float:

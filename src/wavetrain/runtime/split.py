@@ -21,7 +21,7 @@ early.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,19 +84,28 @@ def backward_whole(
     return _run(outputs, flows, inputs, parameters, stash)
 
 
+def leaf_nodes(parameters: Iterable[Tensor]) -> dict[Node, Tensor]:
+    """The nodes where walks end at ``parameters``. They stay the same as long as they are kept."""
+    return {get_gradient_edge(p).node: p for p in parameters}
+
+
 def backward_input(
-    outputs: Sequence[GradientEdge], flows: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    outputs: Sequence[GradientEdge],
+    flows: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    leaves: Mapping[Node, Tensor] | None = None,
 ) -> tuple[list[Tensor | None], LateWeights]:
     """Gradients of ``inputs``, and what W needs for those of ``parameters``.
 
     A stage without inputs that take a gradient (the first) is split all the same: its path leads to the first of
-    ``parameters``, which are expected in the order of the forward pass.
+    ``parameters``, which are expected in the order of the forward pass. ``leaves`` are their :func:`leaf_nodes`, if kept.
     """
     late = LateWeights()
     ends = list(inputs) or list(parameters[:1])
     if not outputs or not ends:
         return [None] * len(inputs), late
-    walk = _Walk([o.node for o in outputs], ends, parameters)
+    walk = _Walk([o.node for o in outputs], ends, leaf_nodes(parameters) if leaves is None else leaves)
     if not walk.can_split:
         return backward_whole(outputs, flows, inputs, parameters, late.ready), late
     kept: list[tuple[Tensor | None, ...]] = [()] * len(walk.joints)
@@ -158,9 +167,8 @@ def edges_of(tensors: Iterable[Tensor]) -> list[GradientEdge]:
 class _Walk:
     """The graph behind ``roots``, seen from the path to ``ends``."""
 
-    def __init__(self, roots: Sequence[Node], ends: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, roots: Sequence[Node], ends: Sequence[Tensor], leaves: Mapping[Node, Tensor]) -> None:
         end_nodes = {get_gradient_edge(t).node for t in ends}
-        leaves = {get_gradient_edge(p).node: p for p in parameters}
         nothing: frozenset[Tensor] = frozenset()
         on_path: set[Node] = set()
         claimed: set[Tensor] = set()
@@ -171,9 +179,13 @@ class _Walk:
         for node in _children_first(roots):
             if type(node).__name__ == "CheckpointFunctionBackward":
                 self.can_split = False
-            children = [child for child, _ in node.next_functions if child is not None]
-            aside = nothing.union(*(self.behind.get(child, nothing) for child in children))
-            if node in end_nodes or any(child in on_path for child in children):
+            aside, passes = nothing, node in end_nodes
+            for child, _ in node.next_functions:
+                if child in on_path:
+                    passes = True
+                elif child is not None and (more := self.behind[child]):
+                    aside = aside | more if aside else more
+            if passes:
                 on_path.add(node)
             elif node in leaves:
                 self.behind[node] = aside | {leaves[node]}

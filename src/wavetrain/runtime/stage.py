@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from wavetrain.errors import InputError
-from wavetrain.runtime.split import Found, LateWeights, add_gradients, backward_input, backward_whole, edges_of
+from wavetrain.runtime.split import Found, LateWeights, add_gradients, backward_input, backward_whole, edges_of, leaf_nodes
 from wavetrain.runtime.structure import Leaf, Structure, flatten
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -108,6 +108,7 @@ class Stage:
         self.recompute = recompute
         self.loss_fn, self._autocast, self._device = loss_fn, autocast, device
         self._order = list(micro_batches)
+        self._leaves = leaf_nodes(parameters)
         self._data: StepData | None = None
         self._held: dict[int, _Held] = {}
         self._turn = 0
@@ -155,7 +156,7 @@ class Stage:
     def backward_input(self, micro_batch: int, flows: Sequence[Tensor]) -> Result | None:
         """I: the gradients for the stage before; None from the first."""
         held, flows = self._ready(micro_batch, flows)
-        gradients, held.late = backward_input(held.roots, flows, held.inputs, self.parameters)
+        gradients, held.late = backward_input(held.roots, flows, held.inputs, self.parameters, self._leaves)
         held.roots = []
         return self._result(held, gradients)
 
