@@ -10,6 +10,7 @@
     └── RuntimeFailure                   a run that could not go on
         ├── RankFailedError              a rank raised or died; carries which, and the first cause
         ├── PeerLostError                a neighbour vanished; a consequence of what befell that rank, never the cause
+        ├── DivergedError                a loss or gradient is no number; carries the step and the ranks where it shows
         └── StallError                   something did not come within its limit
 
 Everything else that escapes is a bug in wavetrain.
@@ -111,6 +112,15 @@ class PeerLostError(RuntimeFailure):
 
     def __init__(self, message: str, *, rank: int) -> None:
         self.rank = rank
+        super().__init__(message)
+
+
+class DivergedError(RuntimeFailure):
+    """A loss or gradient became infinite or NaN; ``step`` counts from 1, ``ranks`` are those that hold what is no number."""
+
+    def __init__(self, message: str, *, step: int, ranks: tuple[int, ...]) -> None:
+        self.step = step
+        self.ranks = ranks
         super().__init__(message)
 
 

@@ -26,8 +26,12 @@ from wavetrain.schedule.costs import Costs
 _PR_SET_TIMERSLACK = 29
 
 
+SPIN_SECONDS = 1e-4
+"""The end of a wait is spent looking at the clock: to be woken takes about that long."""
+
+
 class Waiter:
-    """Waits precisely. Linux wakes a sleeping process up to 50 µs late to save power; here it is asked not to."""
+    """Waits precisely. Linux wakes a sleeping process some 50 µs late to save power; here it is asked not to."""
 
     def __init__(self) -> None:
         if sys.platform == "linux":
@@ -40,7 +44,8 @@ class Waiter:
     def wait_until(self, end: float) -> None:
         """Return at ``end`` of the monotonic clock."""
         while (left := end - time.monotonic()) > 0:
-            time.sleep(left)
+            if left > SPIN_SECONDS:
+                time.sleep(left - SPIN_SECONDS)
 
 
 class EmulatedStage:

@@ -167,6 +167,11 @@ class Pipeline:
         """Scale the gradients of the whole model to a norm of at most ``max_norm``; the norm before that, a scalar."""
         return self._reducer.clip(max_norm)
 
+    @property
+    def moments(self) -> list[Moment]:
+        """When the actions of this rank ran in the last step (or evaluation), in the order of its schedule."""
+        return [] if self._last is None else self._last[1]
+
     def timeline(self) -> Timeline:
         """The last step (or evaluation) as it ran on this replica. All ranks must call it."""
         if self._last is None:

@@ -66,7 +66,7 @@ class LateWeights:
         self.ready = []
         while self.pieces:
             edges, flows, parameters = self.pieces.pop()
-            _run(edges, flows, (), parameters, stash)
+            _run(edges, flows, (), parameters, stash, only=parameters)
 
 
 def backward_whole(
@@ -81,7 +81,7 @@ def backward_whole(
     """
     if not outputs or not (inputs or parameters):
         return [None] * len(inputs)
-    return _run(outputs, flows, inputs, parameters, stash)
+    return _run(outputs, flows, inputs, parameters, stash, only=None)
 
 
 def leaf_nodes(parameters: Iterable[Tensor]) -> dict[Node, Tensor]:
@@ -123,9 +123,13 @@ def backward_input(
         edges = [GradientEdge(joint.node, n) for n, flow in enumerate(into) if flow is not None]
         if edges:
             late.pieces.append(Piece(edges, [flow for flow in into if flow is not None], joint.parameters))
+    beside: dict[Node, Piece] = {}  # outputs that depend on parameters, but on no input
     for edge, flow in zip(outputs, flows, strict=True):
-        if aside := walk.behind.get(edge.node):  # an output that depends on parameters, but on no input
-            late.pieces.append(Piece([edge], [flow], tuple(aside)))
+        if aside := walk.behind.get(edge.node):
+            piece = beside.setdefault(edge.node, Piece([], [], tuple(aside)))
+            piece.edges.append(edge)
+            piece.flows.append(flow)
+    late.pieces += beside.values()
     if inputs:
         return list(reached), late
     late.ready = [(p, g) for p, g in zip(ends, reached, strict=True) if g is not None]
@@ -147,16 +151,34 @@ def _run(
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     stash: Found | None,
+    *,
+    only: Sequence[Tensor] | None,
 ) -> list[Tensor | None]:
+    """Run autograd from ``edges``, to ``only`` those leaves. None: to all there are, as reentrant checkpointing asks for."""
+    before = [p.grad for p in parameters]
+    if stash is not None:
+        for p in parameters:
+            p.grad = None
+    torch.autograd.backward(edges, flows, inputs=only)
+    gradients: list[Tensor | None] = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
     if stash is None:
-        torch.autograd.backward(edges, flows, inputs=[*inputs, *parameters])
-        gradients: list[Tensor | None] = [x.grad for x in inputs]
-        for x in inputs:
-            x.grad = None
+        _own([p for p, earlier in zip(parameters, before, strict=True) if earlier is None], (*flows, *gradients))
         return gradients
-    found = torch.autograd.grad(edges, [*inputs, *parameters], flows, allow_unused=True)
-    stash.extend((p, g) for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None)
-    return list(found[: len(inputs)])
+    for p, earlier in zip(parameters, before, strict=True):
+        if p.grad is not None:
+            stash.append((p, p.grad))
+        p.grad = earlier
+    return gradients
+
+
+def _own(parameters: Iterable[Tensor], messages: Iterable[Tensor | None]) -> None:
+    """Give ``.grad`` memory of its own where autograd let it be a view of a message (of ``torch.cat``, or a reshape)."""
+    taken = {t.untyped_storage().data_ptr() for t in messages if t is not None}
+    for p in parameters:
+        if type(p.grad) is Tensor and p.grad.layout == torch.strided and p.grad.untyped_storage().data_ptr() in taken:
+            p.grad = p.grad.clone()
 
 
 def edges_of(tensors: Iterable[Tensor]) -> list[GradientEdge]:

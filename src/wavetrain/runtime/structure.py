@@ -6,6 +6,7 @@ A :class:`Structure` is plain data, so that a rank can tell its neighbour once w
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,8 +64,10 @@ class Structure:
         try:
             raw = json.loads(data)
             leaves = tuple(Leaf(tuple(int(n) for n in s), _DTYPES[d], bool(g)) for s, d, g in raw["leaves"])
+            if any(n < 0 for leaf in leaves for n in leaf.shape) or _places(raw["nesting"]) != list(range(len(leaves))):
+                raise ValueError("its nesting does not fit its tensors")
             return cls(raw["nesting"], leaves)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"a neighbour sent a structure that cannot be read: {error}") from None
 
 
@@ -75,6 +78,8 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
     for tensor in tensors:
         if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
             raise InputError(f"{what} holds a tensor of {tensor.dtype}, which cannot be sent between ranks")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{what} holds a sparse tensor, which cannot be sent between ranks; give it as .to_dense()")
     return tensors, Structure(nesting, tuple(Leaf.of(t) for t in tensors))
 
 
@@ -82,16 +87,28 @@ def _nesting(value: Any, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return len(tensors) - 1
-    if isinstance(value, (tuple, list)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_nesting(v, tensors, what) for v in value]}
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+    if type(value) in (tuple, list, torch.Size):  # others would lose what they are on the way to another rank
+        return {"list" if type(value) is list else "tuple": [_nesting(v, tensors, what) for v in value]}
+    if type(value) in (dict, OrderedDict) and all(isinstance(k, str) for k in value):
         return {"dict": {k: _nesting(v, tensors, what) for k, v in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise InputError(
-        f"{what} is a {type(value).__name__}; what passes between layers must be a tensor, or tuples, lists and dicts of tensors"
+        f"{what} is a {type(value).__name__}; what passes between layers must be a tensor, or plain tuples, lists and dicts (by "
+        "string) of tensors"
     )
+
+
+def _places(nesting: Any) -> list[int]:
+    """The tensors that a nesting names, in order; an error where it is none."""
+    if type(nesting) is int:
+        return [nesting]
+    ((kind, inner),) = nesting.items()
+    if kind == "value" and (inner is None or isinstance(inner, (bool, int, float, str))):
+        return []
+    if kind not in ("tuple", "list", "dict") or isinstance(inner, dict) != (kind == "dict"):
+        raise ValueError(f"no such nesting: {kind}")
+    return [place for n in (inner.values() if kind == "dict" else list(inner)) for place in _places(n)]
 
 
 def _build(nesting: Any, tensors: Sequence[Tensor]) -> Any:

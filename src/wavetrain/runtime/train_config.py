@@ -1,0 +1,269 @@
+"""What a training run is told: one frozen record, the same for flags, plan files, checkpoints and :func:`train`.
+
+Nothing here imports torch. A field that is None stands for a choice that depends on others; :meth:`TrainConfig.resolved` makes it.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
+from wavetrain.models.config import ModelConfig
+
+LOGGERS: Final = ("tensorboard", "wandb")
+"""Where metrics can go beside the file."""
+PRECISIONS: Final = ("fp32", "bf16")
+
+_MODEL: Final = ("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads")
+_PLAN: Final = ("schedule", "waves", "stages_per_rank")
+_KINDS: Final = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list of texts"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run."""
+
+    out: str
+    """The run's directory: metrics, checkpoints and pictures."""
+    model: str = "gpt"
+    """gpt, bert or uneven."""
+    layers: int = 8
+    """Transformer blocks; of an uneven model, the narrow ones."""
+    hidden: int = 256
+    """Width of the model."""
+    heads: int = 8
+    """Attention heads a block."""
+    vocab: int | None = None
+    """Tokens that the model knows. Default: 256, the bytes (bert: 257, with the mask)."""
+    dropout: float = 0.0
+    """Of the embedding and of each residual branch."""
+    wide_layers: int | None = None
+    """Uneven model: blocks after the widening."""
+    wide_hidden: int | None = None
+    """Uneven model: width after the widening."""
+    wide_heads: int | None = None
+    """Uneven model: heads of the wide blocks."""
+    data: tuple[str, ...] = ()
+    """Text files, .bin or .npy token files, or directories. Default: the sources of Python's standard library, byte by byte."""
+    data_dtype: str = "uint16"
+    """Of the numbers in .bin files."""
+    seq: int = 128
+    """Tokens a sequence."""
+    batch: int | None = None
+    """Sequences a step, over all replicas. Default: 2 a micro-batch."""
+    ranks: int | None = None
+    """Processes. Default: 2 · dp · tp."""
+    dp: int = 1
+    """Replicas of the pipeline."""
+    tp: int = 1
+    """Ranks that share every stage."""
+    schedule: str = "zb-wave"
+    """A schedule's name, or a .csv or .json file."""
+    waves: int | None = None
+    """Of hanayo and zb-wave. Default: 2, or 1 where the model has too few layers."""
+    stages_per_rank: int | None = None
+    """Of interleaved."""
+    micro_batches: int | None = None
+    """Micro-batches a step and replica. Default: 2 a pipeline rank, or what the schedule's file has."""
+    recompute: bool = False
+    """Keep only the inputs of stages, and compute the rest again in the backward pass."""
+    precision: str = "fp32"
+    """fp32, or bf16 for matrix products."""
+    steps: int | None = None
+    """Steps of the whole run. Default: 200, or what fits in ``minutes``."""
+    minutes: float | None = None
+    """Minutes of training of the whole run, instead of steps."""
+    lr: float = 1e-3
+    """The highest learning rate."""
+    warmup: int = 20
+    """Steps until it is reached; then a cosine to a tenth of it at the end."""
+    weight_decay: float = 0.1
+    """Of matrices; vectors have none."""
+    clip: float = 1.0
+    """The largest norm of the gradients."""
+    seed: int = 0
+    """Of weights, dropout and the order of the data."""
+    validate_every: int = 50
+    """Steps between validations, on the last twentieth of the data; 0: only at the end."""
+    validation_batches: int = 4
+    """Batches of a validation."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    resume: bool = False
+    """Go on from the newest checkpoint in ``out``, whatever plan it was saved under."""
+    stop_on_nan: bool = True
+    """End the run at a loss or gradient that is no number; if false, the step is left out instead."""
+    log: tuple[str, ...] = ()
+    """tensorboard, wandb."""
+    prompt: str = "def "
+    """What the line of text begins with that is generated at the end."""
+    timeout_seconds: float = 600.0
+    """How long a message may take before the run is ended."""
+    quiet: bool = False
+    """Print nothing while training."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "seq", "dp", "tp", "keep", "validation_batches"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("vocab", "batch", "ranks", "waves", "stages_per_rank", "micro_batches", "steps"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("warmup", "seed", "validate_every", "checkpoint_every"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("lr", "clip", "timeout_seconds"):
+            _positive(name, getattr(self, name))
+        if self.minutes is not None:
+            _positive("minutes", self.minutes)
+        if self.weight_decay < 0 or not math.isfinite(self.weight_decay):
+            raise InputError(f"weight_decay is {self.weight_decay}; give a number, 0 or more")
+        if self.steps is not None and self.minutes is not None:
+            raise InputError("steps and minutes are both given; one of them says when the run ends")
+        if self.precision not in PRECISIONS:
+            raise UnknownNameError("precision", self.precision, PRECISIONS)
+        for name in self.log:
+            if name not in LOGGERS:
+                raise UnknownNameError("log", name, LOGGERS)
+        if not self.out:
+            raise InputError("out is empty; give the run a directory, such as runs/first")
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks of one pipeline."""
+        ranks = self.ranks if self.ranks is not None else 2 * self.dp * self.tp
+        if ranks % (self.dp * self.tp):
+            raise InputError(f"{ranks} ranks cannot be shared by dp={self.dp} · tp={self.tp}; take {self.dp * self.tp * 2} ranks")
+        return ranks // (self.dp * self.tp)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the run's checkpoints."""
+        return Path(self.out) / "checkpoints"
+
+    def model_config(self) -> ModelConfig:
+        """The model's shape."""
+        return ModelConfig(
+            name=self.model,
+            num_layers=self.layers,
+            hidden=self.hidden,
+            num_heads=self.heads,
+            vocab=self.vocab if self.vocab is not None else 257 if self.model == "bert" else 256,
+            max_length=self.seq,
+            dropout=self.dropout,
+            wide_layers=self.wide_layers,
+            wide_hidden=self.wide_hidden,
+            wide_heads=self.wide_heads,
+        )
+
+    def resolved(self, *, num_layers: int, takes_waves: bool, num_micro_batches: int | None = None) -> TrainConfig:
+        """The same with every choice made.
+
+        Args:
+            num_layers: pieces that the model can be cut into.
+            takes_waves: whether the schedule has waves to choose.
+            num_micro_batches: of a schedule that is fixed already.
+        """
+        ranks = self.pipeline_ranks * self.dp * self.tp
+        waves = self.waves
+        if waves is None and takes_waves:
+            waves = max(1, min(2, num_layers // (2 * self.pipeline_ranks)))
+        micro_batches = self.micro_batches or num_micro_batches or 2 * self.pipeline_ranks
+        batch = self.batch if self.batch is not None else 2 * micro_batches * self.dp
+        if batch % self.dp or batch // self.dp < micro_batches:
+            raise InputError(
+                f"a batch of {batch} sequences cannot be split into {micro_batches} micro-batches for each of dp={self.dp} "
+                f"replicas; take a batch of {2 * micro_batches * self.dp}, or fewer micro-batches"
+            )
+        steps = 200 if self.steps is None and self.minutes is None else self.steps
+        return replace(self, ranks=ranks, waves=waves, micro_batches=micro_batches, batch=batch, steps=steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; what is None is left out."""
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items() if v is not None}
+
+
+def merge_settings(*sources: Mapping[str, Any]) -> TrainConfig:
+    """One config of several partial ones; later sources win. Those that name another schedule drop what belonged to the last."""
+    merged: dict[str, Any] = {}
+    for source in sources:
+        if source.get("schedule", merged.get("schedule")) != merged.get("schedule"):
+            merged = {key: value for key, value in merged.items() if key not in _PLAN}
+        if "steps" in source or "minutes" in source:
+            merged = {key: value for key, value in merged.items() if key not in ("steps", "minutes")}
+        merged |= source
+    return TrainConfig(**merged)
+
+
+def saved_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings a checkpoint carries, as far as a resumed run takes them over.
+
+    Raises:
+        InputError: ``wanted`` asks for another model than the one that was saved.
+    """
+    for key in _MODEL:
+        if key in wanted and wanted[key] != saved.get(key):
+            raise InputError(
+                f"{key} = {wanted[key]!r}, but the run that is resumed has {saved.get(key)!r}; leave {key} out, or start a new run"
+            )
+    known = {field.name for field in fields(TrainConfig)}
+    left_out = {"out", "resume", "quiet", "log"}
+    if any(key in wanted for key in ("ranks", "dp", "tp")):
+        left_out |= {"ranks", "dp", "tp", "waves"}
+    return {key: _as_field(value) for key, value in saved.items() if key in known - left_out}
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The ``[train]`` table of a plan file, checked; keys may be written with dashes, as the flags are."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise FormatError(path, None, f"not TOML: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    require_keys(path, document, ["train"])
+    table = document.get("train", {})
+    if not isinstance(table, dict):
+        raise FormatError(path, None, "train is not a table; write [train] above its keys")
+    found = {key.replace("-", "_"): value for key, value in table.items()}
+    hints = get_type_hints(TrainConfig)
+    require_keys(f"[train] of {path}", found, hints)
+    for key, value in found.items():
+        kind = _kind(hints[key])
+        if kind is tuple and isinstance(value, str):
+            found[key] = (value,)
+        elif kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            found[key] = tuple(value)
+        elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+            found[key] = float(value)
+        elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise FormatError(path, None, f"{key} = {value!r}; give {_KINDS[kind]}")
+    return found
+
+
+def _kind(hint: Any) -> type:
+    """The one type that a field takes beside None."""
+    options = [option for option in getattr(hint, "__args__", ()) if option in (int, float, str, bool)]
+    if getattr(hint, "__origin__", None) is tuple:
+        return tuple
+    return options[0] if options else hint  # type: ignore[no-any-return]
+
+
+def _as_field(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise InputError(f"{name} is {value}; give a number above 0")

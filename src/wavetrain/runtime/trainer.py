@@ -1,0 +1,447 @@
+"""The trainer: a model, data and a plan to a trained model, with metrics, checkpoints and pictures beside it.
+
+    prepare(config)      one process: everything that can be wrong with a config is found before a rank is started
+    train(config)        every rank: the loop
+    run(config)          launches the ranks, or is one of them under torchrun
+
+A step is::
+
+    batch ─► pipe.step ─► clip ─► AdamW ─► agree (stop? how long? how busy?) ─► metrics ─► validate, save
+
+The learning rate is a function of the step and of the share of the run that is done, so there is nothing of it to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from wavetrain.data.batches import Batches, Objective, next_token
+from wavetrain.data.masking import MaskedLM
+from wavetrain.data.tokens import open_data
+from wavetrain.errors import CheckpointError, DivergedError, InputError
+from wavetrain.models.registry import build_model
+from wavetrain.runtime import checkpoint
+from wavetrain.runtime.blackbox import Phase, Recorder
+from wavetrain.runtime.executor import Moment
+from wavetrain.runtime.generate import generate_text
+from wavetrain.runtime.launch import launch
+from wavetrain.runtime.metrics import METRICS_FILE, Sink, check_loggers, open_sinks
+from wavetrain.runtime.partition import cut_layers
+from wavetrain.runtime.pipeline import Pipeline
+from wavetrain.runtime.progress import Display, open_display
+from wavetrain.runtime.stopping import StopRequest, clear_stop, ctrl_c_stops
+from wavetrain.runtime.train_config import TrainConfig
+from wavetrain.runtime.train_report import gather_timelines, step_report, write_loss_curve
+from wavetrain.schedule.families import FAMILIES, NAMES, build
+from wavetrain.schedule.files import load
+from wavetrain.schedule.proof import prove
+from wavetrain.schedule.schedule import Schedule
+
+HELD_OUT: Final = 0.05
+"""The share of the data that is kept for validation."""
+LEAST_LR: Final = 0.1
+"""The learning rate at the end, over the highest."""
+_STEPS_LOOKED_AT: Final = 9
+"""Of how many of the last steps the timeline is the median."""
+_LAUNCHED: Final = "WAVETRAIN_LAUNCHED"
+
+
+def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
+    """Check all of a config that can be checked by one process; the config with every choice made, and its schedule, proven.
+
+    Raises:
+        InputError: the first thing that is wrong.
+        ProofError: the schedule cannot run.
+    """
+    check_loggers(config.log)
+    shape = config.model_config()
+    if config.model != "bert" and config.tp > 1 and config.heads % config.tp:
+        raise InputError(f"{config.heads} heads cannot be split over tp={config.tp} ranks; take a tp that divides {config.heads}")
+    with torch.device("meta"):
+        layers = list(build_model(shape))
+    given = load(config.schedule) if config.schedule not in NAMES and _is_path(config.schedule) else None
+    takes_waves = config.schedule in FAMILIES and FAMILIES[config.schedule].takes_waves
+    config = config.resolved(
+        num_layers=len(layers), takes_waves=takes_waves, num_micro_batches=given.num_micro_batches if given else None
+    )
+    assert config.micro_batches is not None
+    if given is None:
+        given = build(
+            config.schedule,
+            num_ranks=config.pipeline_ranks,
+            num_micro_batches=config.micro_batches,
+            waves=config.waves,
+            stages_per_rank=config.stages_per_rank,
+        )
+    elif (given.num_ranks, given.num_micro_batches) != (config.pipeline_ranks, config.micro_batches):
+        raise InputError(
+            f"{config.schedule} is for {given.num_ranks} pipeline ranks and {given.num_micro_batches} micro-batches, "
+            f"not for {config.pipeline_ranks} and {config.micro_batches}"
+        )
+    prove(given).require()
+    cut_layers(layers, given)
+    open_batches(config)
+    found = checkpoint.latest(config.checkpoints)
+    if config.resume and found is None:
+        raise InputError(f"there is no checkpoint in {config.checkpoints} to resume from; leave --resume out, or name another --out")
+    if not config.resume and found is not None:
+        raise InputError(f"{config.out} holds a run already ({found.name}); --resume goes on with it, another --out starts anew")
+    if config.resume and config.steps is not None and found is not None and int(found.name[5:13]) >= config.steps:
+        raise InputError(f"the run in {config.out} has done {int(found.name[5:13])} of {config.steps} steps; give more --steps")
+    return config, given
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    """Check the config, then train in ``config.ranks`` processes of this machine (under torchrun: in this rank).
+
+    Ctrl-C ends the run after its step, with a checkpoint; a second one at once.
+
+    Returns:
+        What :func:`train` returned on rank 0.
+
+    Raises:
+        InputError: the config cannot be run.
+        RuntimeFailure: a rank died, or the run diverged.
+        CheckpointError: a checkpoint could not be written or loaded.
+    """
+    config, schedule = prepare(config)
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the directory {out}: {error.strerror}") from None
+    clear_stop(out)
+    assert config.ranks is not None
+    with ctrl_c_stops(out) if "RANK" not in os.environ else contextlib.nullcontext() as on_poll:
+        result: dict[str, Any] = launch(_rank, ranks=config.ranks, args=(config, schedule), on_poll=on_poll)
+    if "diverged" in result:
+        raise DivergedError(result["diverged"], step=result["step"], ranks=tuple(result["ranks"]))
+    if "checkpoint_error" in result:
+        raise CheckpointError(result["checkpoint_error"])
+    return result
+
+
+def _rank(config: TrainConfig, schedule: Schedule) -> dict[str, Any]:
+    """A launched rank. What all ranks raise alike is handed back instead: it is told once, without tracebacks."""
+    try:
+        return train(config, schedule=schedule)
+    except DivergedError as error:
+        return {"diverged": str(error), "step": error.step, "ranks": list(error.ranks)}
+    except CheckpointError as error:
+        return {"checkpoint_error": str(error)}
+
+
+def train(config: TrainConfig, *, schedule: Schedule | None = None) -> dict[str, Any]:
+    """Train, inside every rank; the world must have ``config.ranks`` of them.
+
+    Args:
+        config: of the run.
+        schedule: its schedule, where it has been made already.
+
+    Returns:
+        Figures of the run, and the files that were written.
+
+    Raises:
+        DivergedError: on every rank: a loss or gradient is no number (unless ``config.stop_on_nan`` is off).
+        CheckpointError: on every rank.
+    """
+    if schedule is None:
+        config, schedule = prepare(config)
+    stop = StopRequest(Path(config.out), signals=_LAUNCHED not in os.environ)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _Trainer(config, schedule, stop).run()
+    finally:
+        stop.close()
+
+
+class _Shared(NamedTuple):
+    """What all ranks know after a step."""
+
+    stop: bool
+    elapsed_seconds: float
+    bubble: float
+
+
+class _Trainer:
+    """One run, on one rank."""
+
+    def __init__(self, config: TrainConfig, schedule: Schedule, stop: StopRequest) -> None:
+        self.config, self.out, self.stop = config, Path(config.out), stop
+        with torch.device("meta"):
+            model = build_model(config.model_config())
+        self.pipe = Pipeline(
+            model,
+            schedule=schedule,
+            loss_fn=token_loss,
+            dp=config.dp,
+            tp=config.tp,
+            recompute=config.recompute,
+            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+            seed=config.seed,
+            timeout_seconds=config.timeout_seconds,
+        )
+        mesh = self.pipe.mesh
+        if mesh.world_size != config.ranks:
+            raise InputError(f"the plan has {config.ranks} ranks, but {mesh.world_size} were launched")
+        self.first = mesh.rank == 0
+        self.batches, self.validation = open_batches(config, mesh.dp_rank)
+        self.optimizer = _optimizer(self.pipe, config)
+        self.recent: deque[list[Moment]] = deque(maxlen=_STEPS_LOOKED_AT)
+        self.seconds: list[float] = []
+        self.validation_loss: float | None = None
+        self.elapsed = 0.0
+        self.saved: Path | None = None
+        self.recorder = Recorder.from_environment()
+
+    def run(self) -> dict[str, Any]:
+        """The whole run; the same result on all ranks but for what only rank 0 writes."""
+        self._resume()
+        first_step, loss = self.pipe.num_steps, math.nan
+        with self._watched() as (display, sinks):
+            stopped = False
+            while self._done() < 1 and not stopped:
+                loss, stopped, record = self._step()
+                self._after_step(record, stopped, display, sinks)
+            timelines = gather_timelines(list(self.recent), self.pipe.schedule, self.pipe.mesh)
+            self._save()
+        figures: dict[str, Any] = {
+            "out": str(self.out),
+            "stopped": "asked to stop" if stopped else "minutes" if self.config.minutes else "steps",
+            "step": self.pipe.num_steps,
+            "steps_done": self.pipe.num_steps - first_step,
+            "loss": loss,
+            "validation_loss": self.validation_loss,
+            "step_seconds": statistics.median(self.seconds),
+            "tokens_per_second": self._tokens() / statistics.median(self.seconds),
+            "checkpoint": str(self.saved),
+        }
+        if self.first:
+            page, curve, metrics = self.out / "timeline.html", self.out / "loss.svg", self.out / METRICS_FILE
+            figures |= step_report(self.pipe.schedule, timelines, page)
+            write_loss_curve(metrics, curve, f"{self.config.model} on {self.config.ranks} ranks, {self.pipe.schedule.name}")
+            figures |= {"metrics": str(metrics), "loss_curve": str(curve), "timeline": str(page)}
+            if not stopped and self.config.model == "gpt" and self.config.vocab in (None, 256):
+                figures["sample"] = generate_text(self.config.checkpoints, self.config.prompt, seed=self.config.seed)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+
+    def _resume(self) -> None:
+        if not self.config.resume:
+            return
+        extra = checkpoint.load(self.config.checkpoints, self.pipe, self.optimizer, fallback=True)
+        self.saved = Path(extra["checkpoint"])
+        self.batches.position = int(extra["data_position"])
+        self.elapsed = float(extra["elapsed_seconds"])
+        for group in self.optimizer.param_groups:  # what was saved may be of other flags
+            group["weight_decay"] = self.config.weight_decay if group["params"] and group["params"][0].dim() > 1 else 0.0
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[tuple[Display, list[Sink]]]:
+        """What shows and keeps the numbers of steps: on rank 0."""
+        if not self.first:
+            yield open_display(quiet=True), []
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        sinks = open_sinks(self.out, self.config.log, self.config.to_dict(), self.pipe.num_steps)
+        display = open_display(quiet=self.config.quiet)
+        try:
+            display.say(self._introduction())
+            yield display, sinks
+        finally:
+            display.close()
+            for sink in sinks:
+                sink.close()
+
+    def _introduction(self) -> str:
+        config, schedule = self.config, self.pipe.schedule
+        waves = f" in {schedule.waves} wave{'s' if schedule.waves > 1 else ''}" if schedule.waves else ""
+        axes = "".join(f", {axis} {n}" for axis, n in (("dp", config.dp), ("tp", config.tp)) if n > 1)
+        since = f", from step {self.pipe.num_steps}" if self.pipe.num_steps else ""
+        return (
+            f"{config.model}, {len(schedule.actions)} pipeline ranks{axes}, {schedule.name}{waves}, "
+            f"{schedule.num_micro_batches} micro-batches, {config.batch} x {config.seq} tokens a step{since}; {config.out}"
+        )
+
+    def _tokens(self) -> int:
+        assert self.config.batch is not None
+        return self.config.batch * self.config.seq
+
+    def _done(self) -> float:
+        """The share of the run that is done."""
+        if self.config.minutes is not None:
+            return self.elapsed / (60 * self.config.minutes)
+        assert self.config.steps is not None
+        return self.pipe.num_steps / self.config.steps
+
+    def _step(self) -> tuple[float, bool, dict[str, Any]]:
+        begin = time.monotonic()
+        pipe, config = self.pipe, self.config
+        lr = config.lr * lr_factor(pipe.num_steps, config.warmup, self._done())
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = float(pipe.step(*next(self.batches)))
+        norm = float(pipe.clip_grad_norm_(config.clip))
+        good = math.isfinite(loss) and math.isfinite(norm)
+        if good:
+            self.optimizer.step()
+        elif config.stop_on_nan:
+            raise self._diverged(loss, norm)
+        self.optimizer.zero_grad()
+        self.recent.append(pipe.moments)
+        shared = self._agree(time.monotonic() - begin)
+        taken = shared.elapsed_seconds - self.elapsed
+        self.elapsed = shared.elapsed_seconds
+        self.seconds.append(taken)
+        record = {
+            "step": pipe.num_steps,
+            "loss": loss,
+            "tokens_per_second": self._tokens() / taken,
+            "step_seconds": taken,
+            "bubble": shared.bubble,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": pipe.num_steps * self._tokens(),
+            "elapsed_seconds": self.elapsed,
+        }
+        return loss, shared.stop, record | ({} if good else {"skipped": True})
+
+    def _after_step(self, record: dict[str, Any], stopped: bool, display: Display, sinks: list[Sink]) -> None:
+        step, config, ended = self.pipe.num_steps, self.config, self._done() >= 1
+        if not stopped and (ended or (config.validate_every and step % config.validate_every == 0)):
+            self._validate()
+            if self.validation_loss is not None:
+                record["validation_loss"] = self.validation_loss
+        for sink in sinks:
+            sink.write(record)
+        display.step(record, min(1.0, self._done()), self._left_seconds())
+        if config.checkpoint_every and step % config.checkpoint_every == 0:
+            self._save()
+
+    def _left_seconds(self) -> float:
+        if self.config.minutes is not None:
+            return 60 * self.config.minutes - self.elapsed
+        assert self.config.steps is not None
+        return (self.config.steps - self.pipe.num_steps) * statistics.median(self.seconds[-20:])
+
+    def _agree(self, taken_seconds: float) -> _Shared:
+        """Tell all ranks what each of them knows. Rank 0's clock is the one that counts."""
+        moments, mesh = self.pipe.moments, self.pipe.mesh
+        busy = sum(m.end - m.start for m in moments)
+        span = moments[-1].end - moments[0].waited_from if moments else 0.0
+        mine = torch.tensor([float(bool(self.stop)), taken_seconds, busy, span], dtype=torch.float64, device=mesh.device)
+        table = mine[None]
+        if mesh.world_size > 1:
+            table = torch.empty(mesh.world_size, len(mine), dtype=torch.float64, device=mesh.device)
+            dist.all_gather_into_tensor(table, mine)
+        stops, taken, busies, spans = table.T.tolist()
+        # one sees the file, all stop; spans are compared and not clocks, which may differ between machines
+        return _Shared(any(stops), self.elapsed + taken[0], 1.0 - statistics.mean(busies) / max(spans))
+
+    def _validate(self) -> None:
+        if self.validation is None:
+            return
+        windows = self.validation.num_windows // self.validation.batch
+        number = max(1, min(self.config.validation_batches, windows))
+        losses = [float(self.pipe.evaluate(*self.validation.at(i))) for i in range(number)]
+        self.validation_loss = statistics.mean(losses)
+
+    def _save(self) -> None:
+        if self.saved is not None and self.saved.name == f"step-{self.pipe.num_steps:08d}":
+            return
+        self.recorder.note(Phase.SAVING)
+        extra = {
+            "config": self.config.to_dict(),
+            "model": self.config.model_config().to_dict(),
+            "data_position": self.batches.position,
+            "elapsed_seconds": self.elapsed,
+        }
+        self.saved = checkpoint.save(self.config.checkpoints, self.pipe, self.optimizer, extra=extra, keep=self.config.keep)
+        self.recorder.note(Phase.IDLE)
+
+    def _diverged(self, loss: float, norm: float) -> DivergedError:
+        """What all ranks raise; each says whether what it holds is finite."""
+        mesh = self.pipe.mesh
+        held = [[p for p in self.pipe.parameters()], [p.grad for p in self.pipe.parameters() if p.grad is not None]]
+        mine = torch.tensor([float(not all(map(_is_finite, tensors))) for tensors in held], device=mesh.device)
+        table = mine[None]
+        if mesh.world_size > 1:
+            table = torch.empty(mesh.world_size, 2, device=mesh.device)
+            dist.all_gather_into_tensor(table, mine)
+        bad = [[rank for rank, flag in enumerate(column) if flag] for column in table.T.tolist()]
+        end = mesh.pipeline_ranks[self.pipe.schedule.placements[0][-1]]
+        if bad[0]:
+            where, ranks = f"weights of {_ranks(bad[0])} are not finite", bad[0]
+        elif bad[1]:
+            where, ranks = f"weights are finite, gradients of {_ranks(bad[1])} are not", bad[1]
+        else:
+            where, ranks = f"weights and gradients are finite; rank {end} computes the loss", [end]
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradients is {norm}"
+        last = f"the last good checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+        advice = "lower the learning rate (lr), or leave such steps out with --no-stop-on-nan"
+        message = f"the {what} at step {self.pipe.num_steps}: {where}; {last}; {advice}"
+        return DivergedError(message, step=self.pipe.num_steps, ranks=tuple(ranks))
+
+
+def open_batches(config: TrainConfig, replica: int = 0) -> tuple[Batches, Batches | None]:
+    """The stream that is trained on, and what is held out; None if the data is too short to hold out a sequence."""
+    vocab = config.model_config().vocab
+    masked = config.model == "bert"
+    data = open_data(config.data or None, dtype=config.data_dtype, vocab=vocab - 1 if masked else vocab)
+    if data.vocab is not None and data.vocab > vocab - masked:
+        raise InputError(f"vocab is {vocab}, but the data has tokens up to {data.vocab - 1}; take vocab={data.vocab + masked}")
+    objective: Objective = MaskedLM(mask_token=vocab - 1, vocab=vocab - 1) if masked else next_token
+    kept, held_out = data.split(HELD_OUT)
+    enough = len(held_out) > config.seq
+    assert config.batch is not None
+    common: dict[str, Any] = {"batch": config.batch, "seq": config.seq, "replica": replica, "num_replicas": config.dp}
+    training = Batches(kept if enough else data, seed=config.seed, objective=objective, **common)
+    return training, Batches(held_out, shuffle=False, objective=objective, **common) if enough else None
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits (batch, seq, vocab) and targets (batch, seq) int64; targets of −100 do not count."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def lr_factor(step: int, warmup: int, done: float) -> float:
+    """The learning rate over its highest: linear in the first ``warmup`` steps, times a cosine over the share that is done."""
+    cosine = LEAST_LR + (1 - LEAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return min(1.0, (step + 1) / max(1, warmup)) * cosine
+
+
+def _optimizer(pipe: Pipeline, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay of matrices only; the same groups on every rank."""
+    matrices = [p for p in pipe.parameters() if p.dim() > 1]
+    vectors = [p for p in pipe.parameters() if p.dim() <= 1]
+    groups: list[Mapping[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([dict(g) for g in groups if g["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _is_path(name: str) -> bool:
+    return name.lower().endswith((".csv", ".json")) or "/" in name
