@@ -140,7 +140,7 @@ def test_what_is_read_can_be_put_together(nesting: Any, leaves: Any) -> None:
     flat = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in structure.leaves]
     again, same = flatten(structure.unflatten(flat), "x")
     assert same.nesting == structure.nesting
-    assert [a is b for a, b in zip(again, flat, strict=True)]
+    assert all(a is b for a, b in zip(again, flat, strict=True))
 
 
 @given(json_values)

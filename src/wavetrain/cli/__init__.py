@@ -1,7 +1,8 @@
 """The command line: one file a verb, no logic of its own.
 
 Every verb is a frozen dataclass whose field docstrings are its help, with a ``run`` method that returns the exit code. What goes
-wrong for reasons a user can mend is one or two lines on stderr and exit code 2; ``--debug`` shows the traceback.
+wrong for reasons a user can mend is one or two lines on stderr and exit code 2, a run that was begun and failed is exit code 1;
+``--debug`` shows the traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from wavetrain.errors import WavetrainError
+from wavetrain.errors import CheckpointError, RuntimeFailure, WavetrainError
 
 if TYPE_CHECKING:
     from wavetrain.cli.common import Verb
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"wavetrain: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RuntimeFailure | CheckpointError) else 2
     except KeyboardInterrupt:
         if debug:
             raise
@@ -56,14 +57,16 @@ def _parse(arguments: list[str]) -> Verb:
     import tyro
 
     from wavetrain.cli.prove import Prove
+    from wavetrain.cli.rehearse import Rehearse
     from wavetrain.cli.simulate import Simulate
+    from wavetrain.cli.train import Train
     from wavetrain.cli.view import View
 
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             verb: Verb = tyro.extras.subcommand_cli_from_dict(
-                {"simulate": Simulate, "prove": Prove, "view": View},
+                {"simulate": Simulate, "prove": Prove, "view": View, "rehearse": Rehearse, "train": Train},
                 args=arguments,
                 prog="wavetrain",
                 description="From a model and a set of uneven machines to a trained, served model.",

@@ -92,7 +92,7 @@ class Executor:
                 result = None
             end = clock()
             if result is not None:
-                if kind != "F":
+                if kind != "F" or send is None:  # whoever gets an F sent has it before this stage lets its memory go
                     result = _apart(result, borrowed.get((stage, mb), ()))
                 if send is not None:
                     transport.send(send, key, *result)
@@ -112,7 +112,7 @@ class Executor:
 
 
 def _apart(result: tuple[list[Tensor], Structure], borrowed: Sequence[Tensor]) -> tuple[list[Tensor], Structure]:
-    """Copies of gradients that share the memory of the message they came in: it is soon used for another."""
+    """Copies of what shares the memory of the message it came in (a layer that passes it on): it is soon used for another."""
     tensors, structure = result
     taken = {t.untyped_storage().data_ptr() for t in borrowed}
     return [t.clone() if t.untyped_storage().data_ptr() in taken else t for t in tensors], structure

@@ -1,4 +1,4 @@
-"""Metrics: one JSON object a step in ``metrics.jsonl``, and the same numbers for TensorBoard or Weights & Biases where asked for."""
+"""Metrics: one JSON object a step in ``metrics.jsonl``, and the same for TensorBoard or Weights & Biases where asked for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TensorBoard:
     def __init__(self, out: Path, after_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=after_step + 1)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=after_step + 1)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():

@@ -101,6 +101,7 @@ class Pipeline:
                 parameters=self._holding.parameters_of(route, self.stages[stage]),
                 micro_batches=[m for m, r in enumerate(self.schedule.routes) if r == route],
                 loss_fn=loss_fn,
+                splits=self.schedule.splits_backward,
                 recompute=recompute if isinstance(recompute, bool) else stage in recompute,
                 autocast=autocast,
                 device=self.mesh.device,

@@ -31,7 +31,8 @@ from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.simulator import costs_for, simulate
 from wavetrain.schedule.timeline import Timeline
 
-NUM_PINGS = 30
+NUM_PINGS = 15
+"""Round trips by which the hop is measured, after every round of steps."""
 MARGIN_SECONDS = 0.02
 """How far ahead the common start of a step is agreed on."""
 
@@ -172,7 +173,7 @@ def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, 
     rank = 0 if alone else dist.get_rank()
     waiter, recorder = Waiter(), Recorder.from_environment()
     parts = [_part(schedule, costs, rank, waiter, recorder, timeout_seconds) for schedule in schedules]
-    hop = 0.0 if alone else _measure_hop(rank, message_tensor(max(costs.message_bytes)), waiter)
+    message, trips = message_tensor(max(costs.message_bytes)), list[float]()
     runs: list[dict[str, list[Any]]] = [{"steps": [], "starts": []} for _ in schedules]
     for step in range(num_steps):
         for schedule, (program, executor), run in zip(schedules, parts, runs, strict=True):
@@ -182,9 +183,11 @@ def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, 
             moments = executor.run(program, [0] * schedule.num_micro_batches)
             run["steps"].append([moments] if alone else gather_moments(moments, schedule))
             run["starts"].append(start)
+        if not alone:
+            trips += _round_trips(rank, message, waiter)
     if not alone:
         dist.barrier()
-    return {"runs": runs, "hop_seconds": hop}
+    return {"runs": runs, "hop_seconds": statistics.median(trips) / 2 if trips else 0.0}
 
 
 def _part(
@@ -223,10 +226,11 @@ def _common_start(alone: bool) -> float:
     return float(start)
 
 
-def _measure_hop(rank: int, message: torch.Tensor, waiter: Waiter) -> float:
-    """Half the median round trip of a message between ranks 0 and 1, each asleep when it comes, as in a pipeline."""
+def _round_trips(rank: int, message: torch.Tensor, waiter: Waiter) -> list[float]:
+    """Seconds that a message takes from rank 0 to rank 1 and back, each asleep when it comes, as in a pipeline; on rank 0."""
     trips = []
     inbox = torch.empty_like(message)
+    dist.barrier()
     for _ in range(NUM_PINGS):
         if rank == 0:
             waiter.wait(0.002)
@@ -237,6 +241,4 @@ def _measure_hop(rank: int, message: torch.Tensor, waiter: Waiter) -> float:
         elif rank == 1:
             dist.recv(inbox, 0)
             dist.send(message, 0)
-    found = torch.tensor([statistics.median(trips) / 2 if trips else 0.0], dtype=torch.float64)
-    dist.broadcast(found, 0)
-    return float(found)
+    return trips

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from wavetrain.runtime.saved import Saved
+
 Found = list[tuple[Tensor, Tensor]]
 """(parameter, gradient) pairs."""
 
@@ -95,11 +97,13 @@ def backward_input(
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     leaves: Mapping[Node, Tensor] | None = None,
+    saved: Saved | None = None,
 ) -> tuple[list[Tensor | None], LateWeights]:
     """Gradients of ``inputs``, and what W needs for those of ``parameters``.
 
     A stage without inputs that take a gradient (the first) is split all the same: its path leads to the first of
-    ``parameters``, which are expected in the order of the forward pass. ``leaves`` are their :func:`leaf_nodes`, if kept.
+    ``parameters``, which are expected in the order of the forward pass. ``leaves`` are their :func:`leaf_nodes`, if kept;
+    of what the forward pass has ``saved``, what W does not need is let go.
     """
     late = LateWeights()
     ends = list(inputs) or list(parameters[:1])
@@ -119,6 +123,8 @@ def backward_input(
     reached = torch.autograd.grad(outputs, ends, flows, retain_graph=True, allow_unused=True)
     for handle in handles:
         handle.remove()
+    if saved is not None:
+        saved.keep_only([*(joint.node for joint in walk.joints), *(node for node, aside in walk.behind.items() if aside)])
     for joint, into in zip(walk.joints, kept, strict=True):
         edges = [GradientEdge(joint.node, n) for n, flow in enumerate(into) if flow is not None]
         if edges:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from wavetrain.errors import InputError
+from wavetrain.runtime.saved import Saved
 from wavetrain.runtime.split import Found, LateWeights, add_gradients, backward_input, backward_whole, edges_of, leaf_nodes
 from wavetrain.runtime.structure import Leaf, Structure, flatten
 
@@ -73,6 +74,8 @@ class _Held:
     roots: list[GradientEdge] = field(default_factory=list)
     grad_outputs: list[int] = field(default_factory=list)
     """Which of the gradients that come back belong to ``roots``; all others are of no use."""
+    saved: Saved | None = None
+    """What autograd keeps, where the backward will be split."""
     late: LateWeights | None = None
 
 
@@ -86,6 +89,7 @@ class Stage:
         parameters: those that take a gradient, in the order of the forward pass.
         micro_batches: those that pass here, in the order in which their gradients are added.
         loss_fn: for the last stage.
+        splits: whether the schedule splits its backward.
         recompute: keep only the stage's input and compute the rest again in the backward pass.
         autocast: the type that matrix products run in, or None.
     """
@@ -99,13 +103,14 @@ class Stage:
         parameters: Sequence[Tensor],
         micro_batches: Sequence[int],
         loss_fn: LossFn | None,
+        splits: bool = False,
         recompute: bool = False,
         autocast: torch.dtype | None = None,
         device: torch.device,
     ) -> None:
         self.index, self.layers, self.parameters = index, layers, parameters
         self.first, self.last = index == 0, index == num_stages - 1
-        self.recompute = recompute
+        self.splits, self.recompute = splits, recompute
         self.loss_fn, self._autocast, self._device = loss_fn, autocast, device
         self._order = list(micro_batches)
         self._leaves = leaf_nodes(parameters)
@@ -156,7 +161,8 @@ class Stage:
     def backward_input(self, micro_batch: int, flows: Sequence[Tensor]) -> Result | None:
         """I: the gradients for the stage before; None from the first."""
         held, flows = self._ready(micro_batch, flows)
-        gradients, held.late = backward_input(held.roots, flows, held.inputs, self.parameters, self._leaves)
+        gradients, held.late = backward_input(held.roots, flows, held.inputs, self.parameters, self._leaves, held.saved)
+        held.saved = None
         held.roots = []
         return self._result(held, gradients)
 
@@ -189,7 +195,9 @@ class Stage:
             ]
             inputs = [t for t in leaves if t.requires_grad]
             value = held.structure.unflatten(leaves)
-        with self._casting(), _random_numbers_kept(self._device):
+        if self.splits and torch.is_grad_enabled():
+            held.saved = Saved()
+        with self._casting(), _random_numbers_kept(self._device), held.saved or contextlib.nullcontext():
             for number, layer in self.layers:
                 _seed(self._device, data.seed, number, data.first_micro_batch + micro_batch)
                 value = self._call(number, layer, value)

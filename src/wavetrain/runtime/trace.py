@@ -18,6 +18,9 @@ from wavetrain.schedule.timeline import Message, Span, Timeline
 def measured_timeline(schedule: Schedule, moments: Sequence[Sequence[Moment]], costs: Costs | None = None) -> Timeline:
     """One step as it ran.
 
+    When a message arrived is known where its rank sat waiting for it: then. Otherwise it came while the rank was busy, and counts
+    as there when the action before was done.
+
     Args:
         schedule: what ran.
         moments: of every rank, one an action, on one clock.
@@ -27,11 +30,13 @@ def measured_timeline(schedule: Schedule, moments: Sequence[Sequence[Moment]], c
     spans, ends, uses = [], {}, {}
     for rank, (actions, times) in enumerate(zip(schedule.actions, moments, strict=True)):
         spans.append(tuple(Span(*a, t.start - origin, t.end - origin) for a, t in zip(actions, times, strict=True)))
+        busy_until = 0.0
         for instruction, t in zip(compile_program(schedule, rank).instructions, times, strict=True):
             if instruction.send is not None:
                 ends[instruction.send] = t.end - origin
             if instruction.receive is not None:
-                uses[instruction.receive] = t.start - origin
+                uses[instruction.receive] = (busy_until, t.start - origin)
+            busy_until = t.end - origin
     costs = (costs or Costs.uniform(schedule.num_ranks)).cut(schedule.placements)
     return Timeline(
         name=schedule.name,
@@ -40,7 +45,7 @@ def measured_timeline(schedule: Schedule, moments: Sequence[Sequence[Moment]], c
         num_micro_batches=schedule.num_micro_batches,
         waves=schedule.waves,
         spans=tuple(spans),
-        messages=tuple(Message(*parcel, sent, sent, max(sent, uses[parcel])) for parcel, sent in ends.items()),
+        messages=tuple(Message(*parcel, sent, sent, _arrival(sent, *uses[parcel])) for parcel, sent in ends.items()),
         held_bytes=held_bytes(costs),
         memory_cap=costs.memory_cap,
         share_bytes=tuple(
@@ -49,6 +54,10 @@ def measured_timeline(schedule: Schedule, moments: Sequence[Sequence[Moment]], c
             for rank in range(schedule.num_ranks)
         ),
     )
+
+
+def _arrival(sent: float, busy_until: float, used: float) -> float:
+    return max(sent, used) if sent > busy_until else min(busy_until, used)
 
 
 def gather_moments(moments: Sequence[Moment], schedule: Schedule, group: dist.ProcessGroup | None = None) -> list[list[Moment]]:

@@ -1,6 +1,6 @@
 """What a training run is told: one frozen record, the same for flags, plan files, checkpoints and :func:`train`.
 
-Nothing here imports torch. A field that is None stands for a choice that depends on others; :meth:`TrainConfig.resolved` makes it.
+Nothing here imports torch. What is None is a choice that depends on others; :meth:`TrainConfig.resolved` makes it.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def saved_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
     for key in _MODEL:
         if key in wanted and wanted[key] != saved.get(key):
             raise InputError(
-                f"{key} = {wanted[key]!r}, but the run that is resumed has {saved.get(key)!r}; leave {key} out, or start a new run"
+                f"{key} = {wanted[key]!r}, but the run to be resumed has {saved.get(key)!r}; leave {key} out, or start a new run"
             )
     known = {field.name for field in fields(TrainConfig)}
     left_out = {"out", "resume", "quiet", "log"}

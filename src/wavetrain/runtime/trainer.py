@@ -25,9 +25,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
 from wavetrain.data.batches import Batches, Objective, next_token
 from wavetrain.data.masking import MaskedLM
@@ -39,6 +39,7 @@ from wavetrain.runtime.blackbox import Phase, Recorder
 from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.generate import generate_text
 from wavetrain.runtime.launch import launch
+from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.metrics import METRICS_FILE, Sink, check_loggers, open_sinks
 from wavetrain.runtime.partition import cut_layers
 from wavetrain.runtime.pipeline import Pipeline
@@ -97,7 +98,9 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
     open_batches(config)
     found = checkpoint.latest(config.checkpoints)
     if config.resume and found is None:
-        raise InputError(f"there is no checkpoint in {config.checkpoints} to resume from; leave --resume out, or name another --out")
+        raise InputError(
+            f"there is no checkpoint in {config.checkpoints} to resume from; leave --resume out, or name another --out"
+        )
     if not config.resume and found is not None:
         raise InputError(f"{config.out} holds a run already ({found.name}); --resume goes on with it, another --out starts anew")
     if config.resume and config.steps is not None and found is not None and int(found.name[5:13]) >= config.steps:
@@ -342,12 +345,7 @@ class _Trainer:
         moments, mesh = self.pipe.moments, self.pipe.mesh
         busy = sum(m.end - m.start for m in moments)
         span = moments[-1].end - moments[0].waited_from if moments else 0.0
-        mine = torch.tensor([float(bool(self.stop)), taken_seconds, busy, span], dtype=torch.float64, device=mesh.device)
-        table = mine[None]
-        if mesh.world_size > 1:
-            table = torch.empty(mesh.world_size, len(mine), dtype=torch.float64, device=mesh.device)
-            dist.all_gather_into_tensor(table, mine)
-        stops, taken, busies, spans = table.T.tolist()
+        stops, taken, busies, spans = _columns(mesh, [float(bool(self.stop)), taken_seconds, busy, span])
         # one sees the file, all stop; spans are compared and not clocks, which may differ between machines
         return _Shared(any(stops), self.elapsed + taken[0], 1.0 - statistics.mean(busies) / max(spans))
 
@@ -375,13 +373,10 @@ class _Trainer:
     def _diverged(self, loss: float, norm: float) -> DivergedError:
         """What all ranks raise; each says whether what it holds is finite."""
         mesh = self.pipe.mesh
-        held = [[p for p in self.pipe.parameters()], [p.grad for p in self.pipe.parameters() if p.grad is not None]]
-        mine = torch.tensor([float(not all(map(_is_finite, tensors))) for tensors in held], device=mesh.device)
-        table = mine[None]
-        if mesh.world_size > 1:
-            table = torch.empty(mesh.world_size, 2, device=mesh.device)
-            dist.all_gather_into_tensor(table, mine)
-        bad = [[rank for rank, flag in enumerate(column) if flag] for column in table.T.tolist()]
+        weights: list[Tensor] = list(self.pipe.parameters())
+        gradients = [p.grad for p in weights if p.grad is not None]
+        columns = _columns(mesh, [float(not all(map(_is_finite, tensors))) for tensors in (weights, gradients)])
+        bad = [[rank for rank, flag in enumerate(column) if flag] for column in columns]
         end = mesh.pipeline_ranks[self.pipe.schedule.placements[0][-1]]
         if bad[0]:
             where, ranks = f"weights of {_ranks(bad[0])} are not finite", bad[0]
@@ -414,7 +409,7 @@ def open_batches(config: TrainConfig, replica: int = 0) -> tuple[Batches, Batche
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of logits (batch, seq, vocab) and targets (batch, seq) int64; targets of −100 do not count."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def lr_factor(step: int, warmup: int, done: float) -> float:
@@ -432,6 +427,16 @@ def _optimizer(pipe: Pipeline, config: TrainConfig) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([dict(g) for g in groups if g["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _columns(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
+    """The numbers of all ranks, on all ranks: of each number, a list by rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
+    rows = [mine]
+    if mesh.world_size > 1:
+        rows = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+        dist.all_gather(rows, mine)
+    return torch.stack(rows, 1).tolist()
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -23,9 +23,6 @@ from wavetrain.errors import InputError, PeerLostError, StallError
 from wavetrain.runtime.program import Parcel
 from wavetrain.runtime.structure import Structure
 
-MAX_OPEN_SENDS = 16
-"""Messages to one rank whose memory is kept until they have surely arrived; beyond it the oldest is waited for."""
-
 
 class Arrived(NamedTuple):
     """A received message."""
@@ -44,7 +41,7 @@ class Transport(Protocol):
         """Wait for ``parcel``, which was posted."""
 
     def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
-        """Hand ``parcel`` over; never waits for the receiver unless :data:`MAX_OPEN_SENDS` are open."""
+        """Hand ``parcel`` over; never waits for the receiver, who may be waiting for what this rank does next."""
 
     def arrived(self, target: int, count: int) -> None:
         """The first ``count`` messages of this step to ``target`` have arrived: let their memory go."""
@@ -121,8 +118,6 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._failure(error, parcel, parcel.target) from None
         self._sent[parcel.target].append(_Open(ready, [w for w in works if w is not None], parcel))
-        while len(self._sent[parcel.target]) > MAX_OPEN_SENDS:
-            self._close_oldest(parcel.target)
 
     def arrived(self, target: int, count: int) -> None:
         while self._sent[target] and self._num_closed[target] < count:

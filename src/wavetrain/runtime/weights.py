@@ -135,7 +135,7 @@ def _made_real(layer: nn.Module, number: int, seed: int, device: torch.device) -
         layer.to_empty(device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed * 1_000_003 + number)
-            for module in layer.modules():
+            for module in reversed(list(layer.modules())):  # a module's own choice comes after those of its parts
                 reset = getattr(module, "reset_parameters", None)
                 if callable(reset):
                     reset()
