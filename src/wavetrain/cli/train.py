@@ -220,7 +220,8 @@ def _print_result(result: Mapping[str, Any]) -> None:
 
     table = Table(show_header=False)
     table.add_row("steps", f"{result['step']} ({result['steps_done']} now)")
-    table.add_row("loss", f"{number('loss', '.4f')}, validation {number('validation_loss', '.4f')}")
+    before = "" if result["validation_step"] in (None, result["step"]) else f" at step {result['validation_step']}"
+    table.add_row("loss", f"{number('loss', '.4f')}, validation {number('validation_loss', '.4f')}{before}")
     table.add_row("speed", f"{number('tokens_per_second', ',.0f')} tokens/s, {number('step_seconds', '.4f')} s a step (median)")
     table.add_row(
         "pipeline",

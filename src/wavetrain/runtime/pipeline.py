@@ -80,6 +80,11 @@ class Pipeline:
                 f"the model is a {type(model).__name__}; a pipeline needs an nn.Sequential, whose children are its layers "
                 "(wavetrain.models has some, and reads Hugging Face checkpoints)"
             )
+        if type(model).forward is not nn.Sequential.forward:
+            raise InputError(
+                f"{type(model).__name__} has a forward() of its own, which a pipeline would pass by: it runs the children one after "
+                "another; put what it does into layers"
+            )
         self.mesh = Mesh.create(dp=dp, tp=tp, timeout_seconds=timeout_seconds)
         self.schedule = _resolve(schedule, self.mesh.pp, num_micro_batches, waves, stages_per_rank)
         certificate = prove(self.schedule).require()

@@ -212,7 +212,7 @@ class Stage:
             raise
 
     def _take_loss(self, micro_batch: int, value: Any) -> list[Tensor]:
-        """The loss, if there is one."""
+        """The loss, if there is one that counts."""
         data = self._step
         if self.loss_fn is None:
             if data.training:
@@ -224,11 +224,12 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn must return one number, the mean over the micro-batch; it returned {shape}")
+        counts = data.weights[micro_batch] > 0  # without targets it does not: its mean is 0 / 0
         known = micro_batch in data.losses
-        data.losses[micro_batch] = loss.detach()
+        data.losses[micro_batch] = loss.detach() if counts else torch.zeros_like(loss.detach())
         if not known and data.on_loss is not None:
             data.on_loss()
-        return [loss]
+        return [loss] if counts else []
 
     def _keep_roots(self, held: _Held, tensors: Sequence[Tensor], structure: Structure) -> None:
         """Keep where gradients of the outputs will flow in, but not the outputs themselves."""

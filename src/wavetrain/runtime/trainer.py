@@ -1,8 +1,7 @@
 """The trainer: a model, data and a plan to a trained model, with metrics, checkpoints and pictures beside it.
 
-    prepare(config)      one process: everything that can be wrong with a config is found before a rank is started
-    train(config)        every rank: the loop
-    run(config)          launches the ranks, or is one of them under torchrun
+    run(config)          checks all that can be wrong with a config, then launches the ranks (or is one of them, under torchrun)
+    train(config)        the loop, in every rank
 
 A step is::
 
@@ -19,7 +18,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,11 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
-from wavetrain.data.batches import Batches, Objective, next_token
-from wavetrain.data.masking import MaskedLM
-from wavetrain.data.tokens import open_data
 from wavetrain.errors import CheckpointError, DivergedError, InputError
 from wavetrain.models.registry import build_model
 from wavetrain.runtime import checkpoint
@@ -40,72 +35,18 @@ from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.generate import generate_text
 from wavetrain.runtime.launch import launch
 from wavetrain.runtime.mesh import Mesh
-from wavetrain.runtime.metrics import METRICS_FILE, Sink, check_loggers, open_sinks
-from wavetrain.runtime.partition import cut_layers
+from wavetrain.runtime.metrics import METRICS_FILE, Sink, open_sinks
 from wavetrain.runtime.pipeline import Pipeline
 from wavetrain.runtime.progress import Display, open_display
 from wavetrain.runtime.stopping import StopRequest, clear_stop, ctrl_c_stops
 from wavetrain.runtime.train_config import TrainConfig
 from wavetrain.runtime.train_report import gather_timelines, step_report, write_loss_curve
-from wavetrain.schedule.families import FAMILIES, NAMES, build
-from wavetrain.schedule.files import load
-from wavetrain.schedule.proof import prove
+from wavetrain.runtime.train_setup import lr_factor, make_optimizer, open_batches, prepare, token_loss
 from wavetrain.schedule.schedule import Schedule
 
-HELD_OUT: Final = 0.05
-"""The share of the data that is kept for validation."""
-LEAST_LR: Final = 0.1
-"""The learning rate at the end, over the highest."""
 _STEPS_LOOKED_AT: Final = 9
 """Of how many of the last steps the timeline is the median."""
 _LAUNCHED: Final = "WAVETRAIN_LAUNCHED"
-
-
-def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
-    """Check all of a config that can be checked by one process; the config with every choice made, and its schedule, proven.
-
-    Raises:
-        InputError: the first thing that is wrong.
-        ProofError: the schedule cannot run.
-    """
-    check_loggers(config.log)
-    shape = config.model_config()
-    if config.model != "bert" and config.tp > 1 and config.heads % config.tp:
-        raise InputError(f"{config.heads} heads cannot be split over tp={config.tp} ranks; take a tp that divides {config.heads}")
-    with torch.device("meta"):
-        layers = list(build_model(shape))
-    given = load(config.schedule) if config.schedule not in NAMES and _is_path(config.schedule) else None
-    takes_waves = config.schedule in FAMILIES and FAMILIES[config.schedule].takes_waves
-    config = config.resolved(
-        num_layers=len(layers), takes_waves=takes_waves, num_micro_batches=given.num_micro_batches if given else None
-    )
-    assert config.micro_batches is not None
-    if given is None:
-        given = build(
-            config.schedule,
-            num_ranks=config.pipeline_ranks,
-            num_micro_batches=config.micro_batches,
-            waves=config.waves,
-            stages_per_rank=config.stages_per_rank,
-        )
-    elif (given.num_ranks, given.num_micro_batches) != (config.pipeline_ranks, config.micro_batches):
-        raise InputError(
-            f"{config.schedule} is for {given.num_ranks} pipeline ranks and {given.num_micro_batches} micro-batches, "
-            f"not for {config.pipeline_ranks} and {config.micro_batches}"
-        )
-    prove(given).require()
-    cut_layers(layers, given)
-    open_batches(config)
-    found = checkpoint.latest(config.checkpoints)
-    if config.resume and found is None:
-        raise InputError(
-            f"there is no checkpoint in {config.checkpoints} to resume from; leave --resume out, or name another --out"
-        )
-    if not config.resume and found is not None:
-        raise InputError(f"{config.out} holds a run already ({found.name}); --resume goes on with it, another --out starts anew")
-    if config.resume and config.steps is not None and found is not None and int(found.name[5:13]) >= config.steps:
-        raise InputError(f"the run in {config.out} has done {int(found.name[5:13])} of {config.steps} steps; give more --steps")
-    return config, given
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -167,6 +108,7 @@ def train(config: TrainConfig, *, schedule: Schedule | None = None) -> dict[str,
     stop = StopRequest(Path(config.out), signals=_LAUNCHED not in os.environ)
     try:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
             return _Trainer(config, schedule, stop).run()
     finally:
         stop.close()
@@ -203,10 +145,10 @@ class _Trainer:
             raise InputError(f"the plan has {config.ranks} ranks, but {mesh.world_size} were launched")
         self.first = mesh.rank == 0
         self.batches, self.validation = open_batches(config, mesh.dp_rank)
-        self.optimizer = _optimizer(self.pipe, config)
+        self.optimizer = make_optimizer(self.pipe, config)
         self.recent: deque[list[Moment]] = deque(maxlen=_STEPS_LOOKED_AT)
         self.seconds: list[float] = []
-        self.validation_loss: float | None = None
+        self.validated: tuple[int, float] | None = None
         self.elapsed = 0.0
         self.saved: Path | None = None
         self.recorder = Recorder.from_environment()
@@ -228,7 +170,8 @@ class _Trainer:
             "step": self.pipe.num_steps,
             "steps_done": self.pipe.num_steps - first_step,
             "loss": loss,
-            "validation_loss": self.validation_loss,
+            "validation_loss": self.validated[1] if self.validated else None,
+            "validation_step": self.validated[0] if self.validated else None,
             "step_seconds": statistics.median(self.seconds),
             "tokens_per_second": self._tokens() / statistics.median(self.seconds),
             "checkpoint": str(self.saved),
@@ -326,8 +269,8 @@ class _Trainer:
         step, config, ended = self.pipe.num_steps, self.config, self._done() >= 1
         if not stopped and (ended or (config.validate_every and step % config.validate_every == 0)):
             self._validate()
-            if self.validation_loss is not None:
-                record["validation_loss"] = self.validation_loss
+            if self.validated is not None:
+                record["validation_loss"] = self.validated[1]
         for sink in sinks:
             sink.write(record)
         display.step(record, min(1.0, self._done()), self._left_seconds())
@@ -355,7 +298,7 @@ class _Trainer:
         windows = self.validation.num_windows // self.validation.batch
         number = max(1, min(self.config.validation_batches, windows))
         losses = [float(self.pipe.evaluate(*self.validation.at(i))) for i in range(number)]
-        self.validation_loss = statistics.mean(losses)
+        self.validated = (self.pipe.num_steps, statistics.mean(losses))
 
     def _save(self) -> None:
         if self.saved is not None and self.saved.name == f"step-{self.pipe.num_steps:08d}":
@@ -391,44 +334,6 @@ class _Trainer:
         return DivergedError(message, step=self.pipe.num_steps, ranks=tuple(ranks))
 
 
-def open_batches(config: TrainConfig, replica: int = 0) -> tuple[Batches, Batches | None]:
-    """The stream that is trained on, and what is held out; None if the data is too short to hold out a sequence."""
-    vocab = config.model_config().vocab
-    masked = config.model == "bert"
-    data = open_data(config.data or None, dtype=config.data_dtype, vocab=vocab - 1 if masked else vocab)
-    if data.vocab is not None and data.vocab > vocab - masked:
-        raise InputError(f"vocab is {vocab}, but the data has tokens up to {data.vocab - 1}; take vocab={data.vocab + masked}")
-    objective: Objective = MaskedLM(mask_token=vocab - 1, vocab=vocab - 1) if masked else next_token
-    kept, held_out = data.split(HELD_OUT)
-    enough = len(held_out) > config.seq
-    assert config.batch is not None
-    common: dict[str, Any] = {"batch": config.batch, "seq": config.seq, "replica": replica, "num_replicas": config.dp}
-    training = Batches(kept if enough else data, seed=config.seed, objective=objective, **common)
-    return training, Batches(held_out, shuffle=False, objective=objective, **common) if enough else None
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits (batch, seq, vocab) and targets (batch, seq) int64; targets of −100 do not count."""
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def lr_factor(step: int, warmup: int, done: float) -> float:
-    """The learning rate over its highest: linear in the first ``warmup`` steps, times a cosine over the share that is done."""
-    cosine = LEAST_LR + (1 - LEAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return min(1.0, (step + 1) / max(1, warmup)) * cosine
-
-
-def _optimizer(pipe: Pipeline, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay of matrices only; the same groups on every rank."""
-    matrices = [p for p in pipe.parameters() if p.dim() > 1]
-    vectors = [p for p in pipe.parameters() if p.dim() <= 1]
-    groups: list[Mapping[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([dict(g) for g in groups if g["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
-
-
 def _columns(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
     """The numbers of all ranks, on all ranks: of each number, a list by rank."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
@@ -446,7 +351,3 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _is_path(name: str) -> bool:
-    return name.lower().endswith((".csv", ".json")) or "/" in name

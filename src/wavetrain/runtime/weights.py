@@ -7,6 +7,7 @@ the uses is made once a step, in the order of the model: so it does not matter w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -85,8 +86,8 @@ def take_over(
     ``model`` is used up: its layers on this rank are moved, those on other ranks lose their weights. Layers on the meta device
     are made real here, with a seed of their own each. ``divide`` is applied to every layer that is kept (tensor parallelism).
     """
-    names = list(dict(model.named_children()))
-    layers = list(model.children())
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name and "." not in name]
+    layers = _each_its_own(model)
     stage_of = [s for s, run in enumerate(stages) for _ in run]
     homes = [[schedule.placements[route][stage_of[i]] for route in range(schedule.num_routes)] for i in range(len(layers))]
     canonical: dict[nn.Parameter, str] = {}
@@ -106,21 +107,24 @@ def take_over(
                 continue
             if (0, i) in held or (1, i) in held:
                 raise InputError(f"{schedule.name} places both copies of layer {i} on rank {rank}; use a schedule of one route")
-            real = _made_real(layer, i, seed, device)
+            inner_names: dict[nn.Parameter, list[str]] = {}
+            for inner, parameter in layer.named_parameters(remove_duplicate=False):
+                inner_names.setdefault(parameter, []).append(inner)
+            _make_real(layer, names[i], i, seed, device)
             if divide is not None:
                 divide(layer)
             held[route, i] = layer
-            for (inner, _), original in zip(list(layer.named_parameters()), real, strict=True):
+            for original, (inner, *again) in inner_names.items():
                 weight = weights.setdefault(original, shared[original])
-                use = Use(i, route, rank)
-                if use in weight.local:
-                    continue  # used twice in one layer: autograd adds these up by itself
                 parameter = layer.get_parameter(inner)
                 if weight.local:
-                    parameter = _replace(layer, inner, nn.Parameter(weight.parameter.detach(), weight.parameter.requires_grad))
+                    parameter = nn.Parameter(weight.parameter.detach(), weight.parameter.requires_grad)
+                    _replace(layer, inner, parameter)
                 else:
                     weight.parameter = parameter
-                weight.local[use] = parameter
+                for other in again:  # used twice in one layer: autograd adds these up by itself
+                    _replace(layer, other, parameter)
+                weight.local[Use(i, route, rank)] = parameter
             buffers.update({f"{names[i]}.{n}": b for n, b in layer.named_buffers()})
     for i, layer in enumerate(layers):
         if rank not in homes[i]:
@@ -128,23 +132,45 @@ def take_over(
     return Holding(held, sorted(weights.values(), key=lambda w: w.index), buffers, len(canonical))
 
 
-def _made_real(layer: nn.Module, number: int, seed: int, device: torch.device) -> list[nn.Parameter]:
-    """Move ``layer`` to ``device``; its parameters as they were before."""
-    originals = list(layer.parameters())
-    if any(p.is_meta for p in originals):
-        layer.to_empty(device=device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed * 1_000_003 + number)
-            for module in reversed(list(layer.modules())):  # a module's own choice comes after those of its parts
-                reset = getattr(module, "reset_parameters", None)
-                if callable(reset):
-                    reset()
-    else:
+def _each_its_own(model: nn.Sequential) -> list[nn.Module]:
+    """The layers; one that is listed twice is copied, but for its weights, which are then tied."""
+    seen: set[nn.Module] = set()
+    layers: list[nn.Module] = []
+    for layer in model:
+        layers.append(copy.deepcopy(layer, {id(p): p for p in layer.parameters()}) if layer in seen else layer)
+        seen.add(layer)
+    return layers
+
+
+def _make_real(layer: nn.Module, name: str, number: int, seed: int, device: torch.device) -> None:
+    """Move ``layer`` to ``device``; from the meta device by drawing its weights."""
+    if not any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
         layer.to(device)
-    return originals
+        return
+    _require_reset(layer, name)
+    layer.to_empty(device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed * 1_000_003 + number)
+        for module in reversed(list(layer.modules())):  # a module's own choice comes after those of its parts
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
 
-def _replace(layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def _require_reset(module: nn.Module, name: str) -> None:
+    """Refuse a module on the meta device that no ``reset_parameters`` would fill: it would hold whatever memory held before."""
+    if callable(getattr(module, "reset_parameters", None)):
+        return
+    own = [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    if own:
+        raise InputError(
+            f"{name} ({type(module).__name__}) is on the meta device and has no reset_parameters() to fill {', '.join(own)}; "
+            "give it one, or make the model on the CPU"
+        )
+    for child_name, child in module.named_children():
+        _require_reset(child, f"{name}.{child_name}")
+
+
+def _replace(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, last = name.rpartition(".")
     setattr(layer.get_submodule(path), last, parameter)
-    return parameter
