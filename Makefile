@@ -23,8 +23,12 @@ lint: setup      ## ruff and mypy --strict
 test: lint       ## lint, then all tests
 	$(BIN)/python -m pytest -n 2
 
-demo: setup      ## compare schedules and draw the winner
-	$(BIN)/wavetrain simulate --ranks 8 --micro-batches 16 --hop-latency 0.05 --memory-cap 8 --compare all --html out/demo.html
+demo: setup      ## train a small GPT for a minute in two ranks with zero-bubble waves, and draw its timeline
+	rm -rf out/demo
+	$(BIN)/wavetrain train --minutes 1 --ranks 2 --schedule zb-wave --waves 2 --micro-batches 4 --batch 16 \
+		--layers 8 --hidden 128 --heads 4 --lr 0.003 --out out/demo
+	@echo "open out/demo/timeline.html: the step as measured, and as predicted from its actions, on one axis"
+	@echo "go on with it: $(BIN)/wavetrain train --resume --out out/demo --minutes 2"
 
 bench: setup     ## run every benchmark and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py

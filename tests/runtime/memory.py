@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from wavetrain.runtime.blackbox import Recorder
 from wavetrain.runtime.executor import Executor
 from wavetrain.runtime.partition import cut_layers
-from wavetrain.runtime.blackbox import Recorder
 from wavetrain.runtime.program import Parcel, compile_program
 from wavetrain.runtime.stage import LossFn, Stage, StepData
 from wavetrain.runtime.structure import Structure

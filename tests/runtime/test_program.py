@@ -10,8 +10,8 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.random_schedules import random_schedule, randoms
 
+from tests.schedule.random_schedules import random_schedule, randoms
 from wavetrain.errors import InputError
 from wavetrain.runtime.program import Parcel, Program, compile_program, forward_only
 from wavetrain.schedule.families import build
@@ -27,7 +27,9 @@ def make(name: str, num_ranks: int, num_micro_batches: int, waves: int) -> Sched
         num_ranks, num_micro_batches = 2 * (num_ranks // 2) or 2, 2 * (num_micro_batches // 2) or 2
     if name == "dualpipev":
         num_micro_batches = max(num_micro_batches, 2 * num_ranks)
-    options = {"waves": waves} if name in ("hanayo", "zb-wave") else {"stages_per_rank": 1 + waves} if name == "interleaved" else {}
+    options = (
+        {"waves": waves} if name in ("hanayo", "zb-wave") else {"stages_per_rank": 1 + waves} if name == "interleaved" else {}
+    )
     return build(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, **options)  # type: ignore[arg-type]
 
 
@@ -124,7 +126,9 @@ class Run:
             if not moved:
                 break
         stuck = [
-            f"rank {r} before {p.instructions[i].action}" for r, (p, i) in enumerate(zip(self.programs, self.place, strict=True)) if i < len(p.instructions)
+            f"rank {r} before {p.instructions[i].action}"
+            for r, (p, i) in enumerate(zip(self.programs, self.place, strict=True))
+            if i < len(p.instructions)
         ]
         assert not stuck, f"deadlock: {', '.join(stuck)}"
         assert self.phase == ["end"] * len(self.programs), "deadlock at the end"

@@ -114,9 +114,7 @@ CASES: dict[str, Callable[[], Case]] = {
         Apply(lambda m, x: gelu(x @ m.w) @ m.w + m.b, w=par(8, 8), b=par(8)), floats((4, 8)), splits=False
     ),
     "a weight used twice in one node": lambda: Case(Apply(lambda m, x: x @ (m.w @ m.w), w=par(8, 8)), floats((4, 8))),
-    "weights made of weights": lambda: Case(
-        one(nn.utils.parametrizations.weight_norm(nn.Linear(8, 5))), floats((4, 8))
-    ),
+    "weights made of weights": lambda: Case(one(nn.utils.parametrizations.weight_norm(nn.Linear(8, 5))), floats((4, 8))),
     "low rank": lambda: Case(Apply(lambda m, x: x @ (m.a @ m.b) + gelu(m.c), a=par(8, 2), b=par(2, 5), c=par(5)), floats((4, 8))),
     "no parameters": lambda: Case(one(nn.GELU()), floats((4, 8)), splits=False),
     "nothing at all": lambda: Case(one(nn.Identity()), floats((4, 8)), splits=False),
@@ -124,9 +122,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "an input unused": lambda: Case(Apply(lambda m, x, y: m.a(x), a=mlp()), floats((4, 8), (4, 8))),
     "several outputs": lambda: Case(Apply(lambda m, x: (m.a(x), m.b(x), x), a=mlp(), b=mlp()), floats((4, 8))),
     "outputs of one node": lambda: Case(Apply(lambda m, x: m.a(x).chunk(2, -1), a=mlp()), floats((4, 8))),
-    "an output on the way to another": lambda: Case(
-        Apply(lambda m, x: (h := m.a(x), m.b(h)), a=mlp(), b=mlp()), floats((4, 8))
-    ),
+    "an output on the way to another": lambda: Case(Apply(lambda m, x: (h := m.a(x), m.b(h)), a=mlp(), b=mlp()), floats((4, 8))),
     "an output of parameters only": lambda: Case(Apply(lambda m, x: (x @ m.w, gelu(m.p)), w=par(8, 8), p=par(5)), floats((4, 8))),
     "outputs of one node of parameters only": lambda: Case(
         Apply(lambda m, x: (x @ m.w, *gelu(m.p).chunk(2)), w=par(8, 8), p=par(6)), floats((4, 8))
@@ -143,10 +139,10 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "a frozen weight": lambda: Case(one(frozen(mlp(), "1.weight", "3.bias")), floats((4, 8))),
     "all frozen": lambda: Case(one(frozen(nn.Linear(8, 5), "weight", "bias")), floats((4, 8)), splits=False),
-    "frozen embedding": lambda: Case(
-        one(frozen(nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), "0.weight")), ints(2, 5)
+    "frozen embedding": lambda: Case(one(frozen(nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), "0.weight")), ints(2, 5)),
+    "custom function": lambda: Case(
+        Apply(lambda m, x: product(gelu(product(x, m.a)), m.b), a=par(8, 6), b=par(6, 8)), floats((4, 8))
     ),
-    "custom function": lambda: Case(Apply(lambda m, x: product(gelu(product(x, m.a)), m.b), a=par(8, 6), b=par(6, 8)), floats((4, 8))),
     "functional dropout": lambda: Case(Apply(lambda m, x: m.b(dropout(m.a(x), 0.4)), a=mlp(), b=mlp()), floats((4, 8))),
     "in place": lambda: Case(Apply(lambda m, x: m.b(m.a(x).mul_(2).relu_()), a=mlp(), b=mlp()), floats((4, 8))),
     "checkpointed": lambda: Case(checkpointed(mlp(), reentrant=False), floats((4, 8))),
@@ -338,7 +334,11 @@ def random_layer(draw: st.DrawFn) -> Case:
         p.requires_grad_(draw(st.integers(0, 4)) > 0)
     num_inputs = draw(st.integers(1, 2))
     steps = [
-        (draw(st.sampled_from("product sum norm gelu scale mix cut detach".split())), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+        (
+            draw(st.sampled_from(["product", "sum", "norm", "gelu", "scale", "mix", "cut", "detach"])),
+            draw(st.integers(0, 9)),
+            draw(st.integers(0, 9)),
+        )
         for _ in range(num_steps)
     ]
     num_outputs = draw(st.integers(1, 3))

@@ -25,7 +25,9 @@ tensors = st.builds(
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
     tensors | plain,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -121,15 +123,21 @@ def test_nested_without_end() -> None:
         Structure.parse(b"[" * 100_000)
 
 
-json_values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3))
+json_values = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+)
 
 
 @given(
     st.recursive(
         st.integers(-1, 3),
-        lambda inner: st.dictionaries(st.sampled_from(["tuple", "list", "dict", "value", "x"]), st.lists(inner, max_size=2) | inner),
+        lambda inner: st.dictionaries(
+            st.sampled_from(["tuple", "list", "dict", "value", "x"]), st.lists(inner, max_size=2) | inner
+        ),
     ),
-    st.lists(st.tuples(st.lists(st.integers(-1, 3), max_size=2), st.sampled_from(["float32", "bool", "x"]), st.booleans()), max_size=3),
+    st.lists(
+        st.tuples(st.lists(st.integers(-1, 3), max_size=2), st.sampled_from(["float32", "bool", "x"]), st.booleans()), max_size=3
+    ),
 )
 def test_what_is_read_can_be_put_together(nesting: Any, leaves: Any) -> None:
     """Whatever is read without an error is a structure in full: it takes its tensors, and gives them back."""

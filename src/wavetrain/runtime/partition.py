@@ -91,3 +91,18 @@ def _costs(points: Sequence[int], times: Sequence[float], schedule: Schedule) ->
         message_bytes=one,
         divisible=False,
     )
+
+
+def layer_costs(layers: Sequence[nn.Module], num_ranks: int) -> Costs:
+    """Every layer as a stage of its own, by its estimated cost; F, I and W are taken to cost the same."""
+    seconds = tuple(layer_cost(layer) for layer in layers)
+    ones = (1.0,) * len(seconds)
+    return replace(
+        Costs.uniform(num_ranks),
+        forward=seconds,
+        backward_input=seconds,
+        backward_weight=seconds,
+        activation_bytes=ones,
+        message_bytes=(0.0,) * len(seconds),
+        divisible=False,
+    )

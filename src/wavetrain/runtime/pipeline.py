@@ -17,11 +17,11 @@ from wavetrain.runtime.blackbox import Phase, Recorder
 from wavetrain.runtime.executor import Executor, Moment
 from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.micro_batches import count_targets, shape_key, split_batch
-from wavetrain.runtime.partition import cut_layers
+from wavetrain.runtime.partition import cut_layers, layer_costs
 from wavetrain.runtime.program import Program, compile_program, forward_only
 from wavetrain.runtime.reduction import Reducer
 from wavetrain.runtime.stage import LossFn, Stage, StepData
-from wavetrain.runtime.trace import gather_moments, measured_timeline
+from wavetrain.runtime.trace import clock_offset, gather_moments, measured_timeline
 from wavetrain.runtime.transport import DistributedTransport
 from wavetrain.runtime.weights import take_over
 from wavetrain.schedule.families import NAMES, build
@@ -29,6 +29,9 @@ from wavetrain.schedule.files import load
 from wavetrain.schedule.proof import prove
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.timeline import Timeline
+
+LOSS_TAG = 1
+"""Losses pass between the same ranks as messages of the pipeline, which have no tag, and at any time."""
 
 
 class Pipeline:
@@ -82,11 +85,11 @@ class Pipeline:
             )
         if type(model).forward is not nn.Sequential.forward:
             raise InputError(
-                f"{type(model).__name__} has a forward() of its own, which a pipeline would pass by: it runs the children one after "
-                "another; put what it does into layers"
+                f"{type(model).__name__} has a forward() of its own, but a pipeline only runs the children in order; "
+                "put what forward() does into layers"
             )
         self.mesh = Mesh.create(dp=dp, tp=tp, timeout_seconds=timeout_seconds)
-        self.schedule = _resolve(schedule, self.mesh.pp, num_micro_batches, waves, stages_per_rank)
+        self.schedule = _resolve(schedule, list(model), self.mesh.pp, num_micro_batches, waves, stages_per_rank)
         certificate = prove(self.schedule).require()
         self.stages = cut_layers(list(model), self.schedule, cut)
         """The layers of every stage."""
@@ -97,7 +100,7 @@ class Pipeline:
         self._holding = take_over(model, self.stages, self.schedule, rank, self.mesh.device, seed, divide)
         self._reducer = Reducer(self.mesh, self._holding)
         self._reducer.copy_weights()
-        self._count_fn = count_fn or count_targets
+        self._loss_fn, self._count_fn = loss_fn, count_fn or count_targets
         self._workers = {
             (route, stage): Stage(
                 index=stage,
@@ -123,20 +126,22 @@ class Pipeline:
         transport = DistributedTransport(ranks, channels, rank, self.mesh.device, timeout_seconds)
         self._executor = Executor(self._workers, transport, self._recorder)
         self._last: tuple[Schedule, list[Moment]] | None = None
+        self._clock_offset: float | None = None
 
-    def step(self, inputs: Any, targets: Any) -> Tensor:
+    def step(self, inputs: Any, targets: Any, *, loss_scale: float = 1.0) -> Tensor:
         """Forward and backward of all micro-batches: gradients are added to ``.grad``.
 
         Args:
             inputs: of this replica: a tensor (or nested tensors) whose first dim is split into micro-batches, or a list of
                 micro-batches of any sizes.
             targets: likewise.
+            loss_scale: gradients are those of the loss times this; for float16, see :class:`wavetrain.runtime.scaling.LossScale`.
 
         Returns:
             the loss of the whole batch, over all replicas, on every rank; a scalar on the CPU.
         """
         self._recorder.step = self.num_steps
-        data = self._data(inputs, targets, training=True)
+        data = self._data(inputs, targets, training=True, loss_scale=loss_scale)
         self._reducer.begin()
         loss = self._run(self._program, data)
         self._recorder.note(Phase.COLLECTIVE)
@@ -178,15 +183,23 @@ class Pipeline:
         """When the actions of this rank ran in the last step (or evaluation), in the order of its schedule."""
         return [] if self._last is None else self._last[1]
 
+    def unscale_(self, loss_scale: float) -> bool:
+        """Divide all gradients by ``loss_scale``; whether those of the whole model are finite, the same on every rank."""
+        return self._reducer.unscale(loss_scale)
+
     def timeline(self) -> Timeline:
         """The last step (or evaluation) as it ran on this replica. All ranks must call it."""
         if self._last is None:
             raise InputError("there is no timeline before the first step")
         schedule, moments = self._last
         group = self.mesh.group("pp")
-        return measured_timeline(schedule, [moments] if group is None else gather_moments(moments, schedule, group))
+        if group is None:
+            return measured_timeline(schedule, [moments])
+        if self._clock_offset is None:
+            self._clock_offset = clock_offset(group)
+        return measured_timeline(schedule, gather_moments(moments, schedule, group, self._clock_offset))
 
-    def _data(self, inputs: Any, targets: Any, *, training: bool) -> StepData:
+    def _data(self, inputs: Any, targets: Any, *, training: bool, loss_scale: float = 1.0) -> StepData:
         number = self.schedule.num_micro_batches
         given = split_batch(inputs, number, "inputs")
         wanted = split_batch(targets, number, "targets") if targets is not None else [None] * number
@@ -201,12 +214,15 @@ class Pipeline:
             inputs=given,
             targets=wanted,
             weights=[c / float(total) for c in counts],
+            loss_scale=loss_scale,
             seed=self.seed * 1_000_003 + self.num_steps,
             training=training,
             first_micro_batch=self.mesh.dp_rank * number,
         )
 
     def _run(self, program: Program, data: StepData) -> Tensor:
+        if self._loss_fn is None:
+            raise InputError("a step or an evaluation needs a loss: give Pipeline a loss_fn(output, target)")
         total = _TotalLoss(self.mesh, self.schedule, data)
         self._execute(program, data)
         return total.wait()
@@ -225,36 +241,41 @@ class Pipeline:
 class _TotalLoss:
     """The loss of a step: those of all micro-batches of all replicas, weighted and added in their order.
 
-    It is exchanged in the background as soon as the last stage has it, so that no rank waits for the end of another.
+    The ranks of the last stage (Chimera has two) send theirs to the others as soon as they have them, and these look at the end:
+    so no rank waits for the end of another, and no limit of time runs all through a long step, as that of a collective would.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule, data: StepData) -> None:
         self._mesh, self._data = mesh, data
-        self._work: dist.Work | None = None
-        self._parts = torch.zeros(mesh.dp, schedule.num_micro_batches, dtype=torch.float64)
-        ends_here = [placement[-1] == mesh.pp_rank for placement in schedule.placements]
-        self._left = sum(ends_here[route] for route in schedule.routes)
+        self._left = sum(schedule.placements[route][-1] == mesh.pp_rank for route in schedule.routes)
+        sources = {schedule.placements[route][-1] for route in schedule.routes} - {mesh.pp_rank}
+        shape = (1 + len(sources), schedule.num_micro_batches)
+        self._parts = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
+        self._mine, *theirs = self._parts
+        self._works = [
+            dist.irecv(part, mesh.pipeline_ranks[source], tag=LOSS_TAG)
+            for part, source in zip(theirs, sorted(sources), strict=True)
+        ]
         data.on_loss = self._count
-        if self._left == 0:
-            self._share()
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-        return self._parts.sum().float()
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        total = torch.zeros(self._mesh.dp, *self._mine.shape, dtype=torch.float64, device=self._mesh.device)
+        total[self._mesh.dp_rank] = self._parts.sum(0)  # every entry comes from one rank: the sums are exact
+        replicas = self._mesh.group("dp")
+        if replicas is not None:
+            dist.all_reduce(total, group=replicas)
+        return total.sum().float().cpu()
 
     def _count(self) -> None:
         self._left -= 1
         if self._left == 0:
-            self._share()
-
-    def _share(self) -> None:
-        if self._mesh.tp_rank == 0:
             for m, loss in self._data.losses.items():
-                self._parts[self._mesh.dp_rank, m] = loss.double().cpu() * self._data.weights[m]
-        if self._mesh.world_size > 1:  # every entry comes from one rank: the sum is exact
-            self._parts = self._parts.to(self._mesh.device)
-            self._work = dist.all_reduce(self._parts, async_op=True)
+                self._mine[m] = loss.double() * self._data.weights[m]
+            others = (r for p, r in enumerate(self._mesh.pipeline_ranks) if p != self._mesh.pp_rank)
+            self._works += [dist.isend(self._mine, r, tag=LOSS_TAG) for r in others]
 
 
 class _without_loss:  # noqa: N801
@@ -273,13 +294,23 @@ class _without_loss:  # noqa: N801
 
 
 def _resolve(
-    schedule: str | Schedule | Path, num_ranks: int, num_micro_batches: int | None, waves: int | None, stages_per_rank: int | None
+    schedule: str | Schedule | Path,
+    layers: Sequence[nn.Module],
+    num_ranks: int,
+    num_micro_batches: int | None,
+    waves: int | None,
+    stages_per_rank: int | None,
 ) -> Schedule:
     if isinstance(schedule, str) and schedule in NAMES:
         if num_micro_batches is None:
             num_micro_batches = 2 * num_ranks
         return build(
-            schedule, num_ranks=num_ranks, num_micro_batches=num_micro_batches, waves=waves, stages_per_rank=stages_per_rank
+            schedule,
+            num_ranks=num_ranks,
+            num_micro_batches=num_micro_batches,
+            waves=waves,
+            stages_per_rank=stages_per_rank,
+            costs=layer_costs(layers, num_ranks) if schedule == "auto" else None,  # it must not take more stages than there are
         )
     found = schedule if isinstance(schedule, Schedule) else load(schedule)
     if found.num_ranks != num_ranks:

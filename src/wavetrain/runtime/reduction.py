@@ -25,7 +25,8 @@ BUCKET_BYTES = 25 * 2**20
 
 class _Bucket(NamedTuple):
     flat: Tensor
-    parts: list[Tensor]
+    """The gradients one after another, then for each whether it is there: a sum of none is none."""
+    parameters: list[Tensor]
     work: dist.Work
 
 
@@ -54,10 +55,8 @@ class Reducer:
         pending: list[Tensor] = []
         size = 0
         for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            pending.append(_local(parameter.grad))
-            size += pending[-1].numel() * pending[-1].element_size()
+            pending.append(parameter)
+            size += _local(parameter).numel() * parameter.element_size()
             if size >= BUCKET_BYTES:
                 self._start(pending)
                 pending, size = [], 0
@@ -66,10 +65,14 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait for the sums over replicas, add up the uses of every weight, and add what earlier steps had left."""
-        for flat, parts, work in self._buckets:
+        for flat, parameters, work in self._buckets:
             work.wait()
-            for part, summed in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+            *sums, present = torch.split(flat, [*(_local(p).numel() for p in parameters), len(parameters)])
+            for parameter, summed, there in zip(parameters, sums, present.tolist(), strict=True):
+                if there and parameter.grad is not None:
+                    _local(parameter.grad).copy_(summed.view_as(_local(parameter.grad)))
+                else:
+                    parameter.grad = None
         self._buckets.clear()
         received = self._exchange()
         for weight in self._holding.weights:
@@ -119,11 +122,27 @@ class Reducer:
                     weight.parameter.grad.mul_(scale)
         return total.float()
 
-    def _start(self, parts: list[Tensor]) -> None:
-        flat = torch.cat([p.reshape(-1) for p in parts])
+    def unscale(self, scale: float) -> bool:
+        """Divide all gradients by ``scale``; whether all of them, on all ranks, are finite."""
+        finite = torch.ones(1, device=self._mesh.device)
+        for weight in self._holding.weights:
+            if weight.parameter.grad is not None:
+                gradient = _local(weight.parameter.grad.div_(scale))
+                finite *= torch.isfinite(gradient).all()
+        if self._mesh.world_size > 1:
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
+
+    def _start(self, parameters: list[Tensor]) -> None:
+        kind = parameters[0].dtype
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=kind, device=self._mesh.device)
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([*(_local(p.grad).reshape(-1) for p in parameters if p.grad is not None), present])
         work = dist.all_reduce(flat, group=self._replicas, async_op=True)
         assert work is not None  # async_op
-        self._buckets.append(_Bucket(flat, parts, work))
+        self._buckets.append(_Bucket(flat, parameters, work))
 
     def _shared(self) -> Iterable[Weight]:
         """Weights that several ranks of the pipeline hold, in one order on all of them."""
@@ -133,33 +152,37 @@ class Reducer:
         return self._mesh.pipeline_ranks[pp_rank]
 
     def _exchange(self) -> dict[tuple[str, Use], Tensor]:
-        """Gradients of uses on other ranks, by weight and use."""
+        """Gradients of uses on other ranks, by weight and use, where there is one."""
         mine = self._mesh.pp_rank
-        received: dict[tuple[str, Use], Tensor] = {}
+        received: dict[tuple[str, Use], tuple[Tensor, Tensor]] = {}
         works: list[dist.Work | None] = []
         kept: list[Tensor] = []
         for weight in self._shared():
+            if not weight.parameter.requires_grad:
+                continue
             like = _local(weight.parameter.detach())
             for use in weight.uses:
                 if use.rank == mine:
                     gradient = weight.local[use].grad
+                    present = torch.tensor([gradient is not None], device=like.device)
                     value = torch.zeros_like(like) if gradient is None else _local(gradient).contiguous()
-                    kept.append(value)
-                    works += [dist.isend(value, self._global(r)) for r in weight.ranks if r != mine]
+                    kept += [present, value]
+                    works += [dist.isend(t, self._global(r)) for r in weight.ranks if r != mine for t in (present, value)]
                 else:
-                    received[weight.name, use] = torch.empty_like(like)
-                    works.append(dist.irecv(received[weight.name, use], self._global(use.rank)))
+                    present, value = torch.zeros(1, dtype=torch.bool, device=like.device), torch.empty_like(like)
+                    received[weight.name, use] = (present, value)
+                    works += [dist.irecv(t, self._global(use.rank)) for t in (present, value)]
         for work in works:
             if work is not None:
                 work.wait()
-        return received
+        return {key: value for key, (present, value) in received.items() if present}
 
 
 def _add_uses(weight: Weight, received: dict[tuple[str, Use], Tensor]) -> None:
     """The gradient of ``weight`` is the sum over its uses, in their order."""
     total: Tensor | None = None
     for use in weight.uses:
-        gradient = weight.local[use].grad if use in weight.local else received[weight.name, use]
+        gradient = weight.local[use].grad if use in weight.local else received.get((weight.name, use))
         if gradient is None:
             continue
         value = _local(gradient)

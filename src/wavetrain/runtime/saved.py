@@ -1,8 +1,8 @@
 """What autograd keeps of a forward pass, let go piece by piece.
 
 Autograd frees what it saved when a backward pass is over. A split backward has two: after I, only what W reads is still needed
-(the inputs of linear layers, not the queries, keys and scores of attention), but autograd holds all of it until the graph is gone.
-So everything that is saved goes through a box here, and I empties the boxes that W will not open.
+(the inputs of linear layers, not the queries, keys and scores of attention), but autograd holds all of it until the graph is
+gone. So everything that is saved goes through a box here, and I empties the boxes that W will not open.
 """
 
 from __future__ import annotations

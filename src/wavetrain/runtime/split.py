@@ -181,10 +181,16 @@ def _run(
 
 def _own(parameters: Iterable[Tensor], messages: Iterable[Tensor | None]) -> None:
     """Give ``.grad`` memory of its own where autograd let it be a view of a message (of ``torch.cat``, or a reshape)."""
-    taken = {t.untyped_storage().data_ptr() for t in messages if t is not None}
+    taken = set(map(_memory, messages)) - {None}
     for p in parameters:
-        if type(p.grad) is Tensor and p.grad.layout == torch.strided and p.grad.untyped_storage().data_ptr() in taken:
+        if p.grad is not None and _memory(p.grad) in taken:
             p.grad = p.grad.clone()
+
+
+def _memory(tensor: Tensor | None) -> int | None:
+    """Where the memory of a tensor begins; None of those that have none of their own (DTensor, sparse)."""
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if tensor is not None and plain else None
 
 
 def edges_of(tensors: Iterable[Tensor]) -> list[GradientEdge]:

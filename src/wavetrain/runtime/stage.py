@@ -51,6 +51,8 @@ class StepData:
     """Of every micro-batch, for the last stage."""
     weights: Sequence[float]
     """The share of every micro-batch in the loss of the whole batch."""
+    loss_scale: float = 1.0
+    """Gradients are those of the loss times this."""
     seed: int
     training: bool
     first_micro_batch: int = 0
@@ -185,12 +187,15 @@ class Stage:
     def _compute(self, micro_batch: int, held: _Held) -> tuple[Any, list[Tensor]]:
         """Run the layers: what the last of them gives, and the inputs that take a gradient."""
         data = self._step
+        again = (
+            self.recompute and not torch.is_grad_enabled()
+        )  # the same input is computed once more: not to be worked on in place
         if self.first:
-            value, inputs = _to(data.inputs[micro_batch], self._device), list[Tensor]()
+            value, inputs = _to(data.inputs[micro_batch], self._device, copy=again), list[Tensor]()
         else:
             assert held.structure is not None
             leaves = [
-                t.detach().requires_grad_(leaf.requires_grad)
+                (t.clone() if again else t.detach()).requires_grad_(leaf.requires_grad)
                 for t, leaf in zip(held.received, held.structure.leaves, strict=True)
             ]
             inputs = [t for t in leaves if t.requires_grad]
@@ -206,9 +211,12 @@ class Stage:
     def _call(self, number: int, layer: nn.Module, value: Any) -> Any:
         try:
             return layer(value)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            given = flatten(value, "the input")[1].describe()
-            error.add_note(f"in layer {number} ({type(layer).__name__}) of stage {self.index}, which was given {given}")
+        except Exception as error:
+            error.add_note(
+                f"in layer {number} ({type(layer).__name__}) of stage {self.index}, which was given {_described(value)}"
+            )
+            if "leaf Variable that requires grad" in str(error) and number == self.layers[0][0]:
+                error.add_note("the first layer of a stage cannot work in place on its input: use inplace=False, or another cut")
             raise
 
     def _take_loss(self, micro_batch: int, value: Any) -> list[Tensor]:
@@ -248,7 +256,7 @@ class Stage:
                 tensors, found = flatten(value, self._what())
                 self._keep_roots(held, tensors, self._as_if_tracked(found))
         if self.last:
-            weight = self._step.weights[micro_batch]
+            weight = self._step.weights[micro_batch] * self._step.loss_scale
             loss = self._step.losses[micro_batch]
             return held, [torch.full_like(loss, weight)]
         return held, [flows[i] for i in held.grad_outputs]
@@ -286,9 +294,16 @@ class Stage:
                 yield
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     tensors, structure = flatten(value, "the input of the model")
-    return structure.unflatten([t.to(device) for t in tensors])
+    return structure.unflatten([t.to(device, copy=copy) for t in tensors])
+
+
+def _described(value: Any) -> str:
+    try:
+        return flatten(value, "")[1].describe()
+    except InputError:
+        return f"a {type(value).__name__}"
 
 
 def _seed(device: torch.device, *numbers: int) -> None:

@@ -64,8 +64,7 @@ class Structure:
         try:
             raw = json.loads(data)
             leaves = tuple(Leaf(tuple(int(n) for n in s), _DTYPES[d], bool(g)) for s, d, g in raw["leaves"])
-            if any(n < 0 for leaf in leaves for n in leaf.shape) or _places(raw["nesting"]) != list(range(len(leaves))):
-                raise ValueError("its nesting does not fit its tensors")
+            _check(raw["nesting"], leaves)
             return cls(raw["nesting"], leaves)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"a neighbour sent a structure that cannot be read: {error}") from None
@@ -97,6 +96,11 @@ def _nesting(value: Any, tensors: list[Tensor], what: str) -> Any:
         f"{what} is a {type(value).__name__}; what passes between layers must be a tensor, or plain tuples, lists and dicts (by "
         "string) of tensors"
     )
+
+
+def _check(nesting: Any, leaves: Sequence[Leaf]) -> None:
+    if any(n < 0 for leaf in leaves for n in leaf.shape) or _places(nesting) != list(range(len(leaves))):
+        raise ValueError("its nesting does not fit its tensors")
 
 
 def _places(nesting: Any) -> list[int]:
