@@ -57,8 +57,8 @@ def padded(step: int) -> Batch:
     return (x, mask), torch.where(hidden & mask, y, -100)
 
 
-def points(step: int) -> Batch:
-    return torch.randn(6, 8, generator=numbers(step)), torch.randint(0, 3, (6,), generator=numbers(-step))
+def points(step: int, batch: int = 6) -> Batch:
+    return torch.randn(batch, 8, generator=numbers(step)), torch.randint(0, 3, (batch,), generator=numbers(-step))
 
 
 def gpt(**options: Any) -> nn.Sequential:
@@ -147,6 +147,7 @@ KINDS: dict[str, Kind] = {
     "bert": Kind(make=lambda: BERT(num_layers=14, hidden=16, num_heads=2, vocab=VOCAB, max_length=8, tied=False), batch=padded),
     "uneven": Kind(make=lambda: Uneven(num_layers=8, hidden=8, num_heads=2, vocab=VOCAB, wide_layers=6, max_length=8)),
     "plain": Kind(make=plain, batch=points, same_as_torch=False),
+    "plain, even": Kind(make=plain, batch=lambda step: points(step, 8), same_as_torch=False),
     "llama": Kind(make=llama),
 }
 

@@ -5,7 +5,9 @@ Starting a rank takes seconds and a run of a small model a part of one: all runs
 
 from __future__ import annotations
 
+import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,16 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 CLOSE = 1e-6
 
-EVERY_SCHEDULE = ("gpt, tied", "gpt, dropout", "plain")
+EVERY_SCHEDULE = ("gpt, tied", "plain")
 """Kinds that run by every schedule; the others by one of each sort."""
-ONE_OF_EACH = ("1f1b", "interleaved", "hanayo W=2", "zbv", "zb-wave W=2")
+ONE_OF_EACH = {2: ("1f1b", "interleaved", "hanayo W=2", "zb-wave W=2"), 4: ("zbv", "zb-wave W=2")}
 
 
 def matrix(num_ranks: int) -> dict[str, Job]:
     return {
         f"{kind}: {schedule}": Job(kind=kind, schedule=schedule, steps=3 if kind == "gpt, tied" else 2)
         for kind in KINDS
-        for schedule in (SINGLE_ROUTE if kind in EVERY_SCHEDULE else ONE_OF_EACH)
+        for schedule in (SINGLE_ROUTE if kind in EVERY_SCHEDULE else ONE_OF_EACH[num_ranks])
         if kind != "llama" or num_ranks == 2
         if not (schedule == "auto" and num_ranks == 2)  # it takes Chimera there
     }
@@ -49,6 +51,8 @@ def matrix(num_ranks: int) -> dict[str, Job]:
 
 def variants(num_ranks: int) -> dict[str, Job]:
     """What can be asked of a pipeline beside the schedule: none of it changes a bit."""
+    if num_ranks > 2:
+        return {"recompute": Job(kind="gpt, dropout", schedule="zb-wave W=2", options={"recompute": True}, steps=2)}
     first = num_ranks * 2 - 1
     return {
         "recompute": Job(schedule="zb-wave W=2", options={"recompute": True}),
@@ -80,19 +84,21 @@ def split_otherwise(num_ranks: int) -> dict[str, Job]:
         }
     return {
         "chimera": Job(schedule="chimera", optimizer="SGD"),
-        "chimera, frozen": Job(kind="gpt, frozen", schedule="chimera", optimizer="SGD"),
-        "chimera, dropout": Job(kind="gpt, dropout", schedule="chimera", optimizer="SGD"),
-        "chimera, plain": Job(kind="plain", schedule="chimera", optimizer="SGD"),
-        "chimera, from meta": Job(kind="gpt, from meta", schedule="chimera", optimizer="SGD"),
-        "chimera, ragged": Job(kind="gpt, ragged", schedule="chimera", optimizer="SGD"),
+        "chimera, frozen": Job(kind="gpt, frozen", schedule="chimera", optimizer="SGD", steps=2),
+        "chimera, plain": Job(kind="plain", schedule="chimera", optimizer="SGD", steps=2),
+        "chimera, from meta": Job(kind="gpt, from meta", schedule="chimera", optimizer="SGD", steps=2),
+        "chimera, ragged": Job(kind="gpt, ragged", schedule="chimera", optimizer="SGD", steps=2),
         "dp × pp": Job(kind="gpt, dropout, even", schedule="zb-wave W=2", options={"dp": 2}, micro_batches=2, optimizer="SGD"),
-        "dp, accumulated": Job(kind="gpt, dropout, even", options={"dp": 2}, micro_batches=2, accumulate=2, optimizer="SGD"),
-        "dp × chimera": Job(kind="gpt, dropout, even", schedule="chimera", options={"dp": 2}, micro_batches=2, optimizer="SGD"),
-        "tp × pp": Job(schedule="zb-wave W=2", options={"tp": 2}, optimizer="SGD"),
-        "tp × pp, dropout": Job(kind="gpt, dropout", schedule="zb-wave W=2", options={"tp": 2}, optimizer="SGD"),
-        "tp × pp, uneven": Job(kind="uneven", schedule="1f1b", options={"tp": 2}, optimizer="SGD"),
-        "tp × pp, mask": Job(kind="bert", schedule="hanayo W=1", options={"tp": 2}, optimizer="SGD"),
-        "tp × dp": Job(kind="gpt, dropout, even", options={"tp": 2, "dp": 2}, micro_batches=2, optimizer="SGD"),
+        "dp, accumulated": Job(
+            kind="gpt, dropout, even", options={"dp": 2}, micro_batches=2, steps=2, accumulate=2, optimizer="SGD"
+        ),
+        "dp, plain": Job(kind="plain, even", options={"dp": 2}, micro_batches=2, steps=2, optimizer="SGD"),
+        "dp × chimera": Job(
+            kind="gpt, dropout, even", schedule="chimera", options={"dp": 2}, micro_batches=2, steps=2, optimizer="SGD"
+        ),
+        "tp × pp": Job(kind="gpt, dropout", schedule="zb-wave W=1", options={"tp": 2}, steps=2, optimizer="SGD"),
+        "tp × pp, mask": Job(kind="bert", schedule="1f1b", options={"tp": 2}, steps=1, optimizer="SGD"),
+        "tp × dp": Job(kind="gpt, dropout, even", options={"tp": 2, "dp": 2}, micro_batches=2, steps=1, optimizer="SGD"),
     }
 
 
@@ -203,8 +209,6 @@ class Slow(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        import time
-
         time.sleep(0.3)
         return self.linear(x)  # type: ignore[no-any-return]
 
@@ -234,7 +238,7 @@ def timeline() -> bool:
     found = pipe.timeline()
     for actions, spans in zip(pipe.schedule.actions, found.spans, strict=True):
         assert [(s.kind, s.stage, s.micro_batch) for s in spans] == list(actions)
-        assert all(a.end <= b.start and a.start <= a.end for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start and a.start <= a.end for a, b in pairwise(spans))
     return True
 
 
@@ -256,7 +260,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_every_schedule_gives_the_bits_of_one_process(ran: tuple[dict[str, Job], dict[str, Any]]) -> None:
     jobs, found = ran
     exact = {name: job for name, job in jobs.items() if job.optimizer == "AdamW"}
-    assert len(exact) > 70
+    assert len(exact) > 40
     wrong = [name for name, job in exact.items() if found[name] != reference(job).summary()]
     assert not wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.nn.functional import dropout, gelu
 from torch.utils.checkpoint import checkpoint
 
 from wavetrain.models.layers import Block
+from wavetrain.runtime.saved import Saved
 from wavetrain.runtime.split import Found, LateWeights, add_gradients, backward_input, backward_whole, edges_of
 
 
@@ -167,10 +169,11 @@ class Micro(NamedTuple):
     inputs: list[Tensor]
 
 
-def forward(case: Case, micro_batch: int) -> Micro:
+def forward(case: Case, micro_batch: int, saved: Saved | None = None) -> Micro:
     torch.manual_seed(100 + micro_batch)
     inputs = case.inputs()
-    outputs = [t for t in case.layer(*inputs) if t.requires_grad]
+    with saved or contextlib.nullcontext():
+        outputs = [t for t in case.layer(*inputs) if t.requires_grad]
     flows = [torch.randn_like(t) for t in outputs]
     return Micro(edges_of(outputs), flows, [x for x in inputs if x.requires_grad])
 
@@ -230,14 +233,16 @@ def test_b_is_what_torch_gives(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
+@pytest.mark.parametrize("frees", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_i_then_w_is_b(name: str) -> None:
+def test_i_then_w_is_b(name: str, frees: bool) -> None:
     case = CASES[name]()
     of_inputs, of_parameters = by_torch(case, 3)
     found: list[Tensor | None] = []
     late: list[LateWeights] = []
     for m in range(3):
-        of_micro_batch, left = backward_input(*forward(case, m), parameters(case))
+        saved = Saved() if frees else None
+        of_micro_batch, left = backward_input(*forward(case, m, saved), parameters(case), saved=saved)
         found += of_micro_batch
         late.append(left)
         assert bool(left.pieces) == case.splits
@@ -310,6 +315,23 @@ def test_no_part_of_the_path_is_walked_twice() -> None:
     assert Counter.runs == 1
 
 
+def test_what_is_checkpointed_is_computed_again_once_and_no_more() -> None:
+    """I tells that it ran modules forward again; done whole, the next one does so once, and leaves W nothing."""
+    inner, runs = mlp(), list[Tensor]()
+    inner.register_forward_pre_hook(lambda _, given: runs.extend(given))
+    case = Case(checkpointed(inner, reentrant=False), floats((4, 8)))
+    saved = Saved()
+    _, late = backward_input(*forward(case, 0, saved), parameters(case), saved=saved)
+    assert late.recomputed
+    assert len(runs) == 2
+    late.finish()
+    runs.clear()
+    _, late = backward_input(*forward(case, 1), parameters(case), whole=True)
+    late.finish()
+    assert len(runs) == 2
+    assert not backward_input(*forward(CASES["mlp"](), 0), [])[1].recomputed
+
+
 def test_w_frees_the_graph() -> None:
     layer = mlp()
     x = torch.randn(4, 8, requires_grad=True)
@@ -379,10 +401,11 @@ def test_random_layers(case: Case) -> None:
     of_inputs, of_parameters = by_torch(case, 2)
     found: list[Tensor | None] = []
     for m in range(2):
-        roots, flows, inputs = forward(case, m)
+        saved = Saved()
+        roots, flows, inputs = forward(case, m, saved)
         if not roots:
             return
-        of_micro_batch, late = backward_input(roots, flows, inputs, parameters(case))
+        of_micro_batch, late = backward_input(roots, flows, inputs, parameters(case), saved=saved)
         found += of_micro_batch
         late.finish()
     for ours, theirs in [*zip(found, of_inputs, strict=True), *zip(gradients(case), of_parameters, strict=True)]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from wavetrain.cli.train import Settings
+from wavetrain.cli.train import Settings, draw_run
 from wavetrain.errors import CheckpointError, DivergedError, InputError, UnknownNameError
 from wavetrain.runtime import checkpoint, train_setup
 from wavetrain.runtime.generate import generate_text, load_model, sample
@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of six steps, with dropout, so that its random numbers matter."""
     out = tmp_path_factory.mktemp("run") / "whole"
-    return out, train(TrainConfig(**SMALL, out=str(out), dropout=0.1))
+    return out, train(TrainConfig(**SMALL, out=str(out), dropout=0.1), draw=draw_run)
 
 
 def losses(out: Path) -> list[float]:
@@ -202,6 +202,17 @@ def test_other_models_and_loggers(model: str, tmp_path: Path) -> None:
     assert result["loss"] == pytest.approx(math.log(256), abs=0.5)
     assert "sample" not in result
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_and_resumes_to_the_bit(precision: str, tmp_path: Path) -> None:
+    whole, part = (TrainConfig(**SMALL, out=str(tmp_path / name), precision=precision) for name in ("whole", "part"))
+    train(whole)
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-00000006")
+    train(dataclasses.replace(part, resume=True))
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
 
 
 def test_data_of_files_too_short_to_hold_something_out(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeAlias, Union
@@ -17,6 +17,7 @@ from wavetrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from wavetrain.runtime.train_config import TrainConfig
+    from wavetrain.schedule.timeline import Timeline
 
 Folder: TypeAlias = Annotated[Optional[str], tyro.conf.arg(metavar="DIR", help_behavior_hint="")]  # noqa: UP045
 Files: TypeAlias = Annotated[Union[None, tuple[str, ...]], tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")]  # noqa: UP007, RUF036
@@ -83,7 +84,7 @@ class Settings:
     clip: Number = None
     """The largest norm of the gradients. Default: 1."""
     precision: Name = None
-    """fp32, or bf16 for matrix products. Default: fp32."""
+    """fp32, or bf16 or fp16 for matrix products. Default: fp32."""
     recompute: Flag = False
     """Keep only the inputs of stages, and compute the rest again in the backward pass."""
     seed: Count = None
@@ -141,7 +142,7 @@ class Train(Output):
         from wavetrain.runtime.trainer import run
 
         try:
-            result = run(config)
+            result = run(config, draw=draw_run)
         except KeyboardInterrupt:
             print(_how_to_resume(config), file=sys.stderr)
             raise
@@ -174,6 +175,20 @@ class Train(Output):
         if wanted.get("resume"):
             sources.insert(0, saved_settings(_saved(Path(wanted["out"]) / "checkpoints"), wanted))
         return merge_settings(*sources, {"quiet": True} if self.json else {})
+
+
+def draw_run(
+    out: Path, timelines: Sequence[Timeline], losses: Mapping[str, Sequence[tuple[float, float]]], title: str
+) -> dict[str, str]:
+    """The pictures of a run: its losses, and its step as measured and as predicted, on one axis."""
+    from wavetrain.schedule.files import write_text
+    from wavetrain.view.chart import line_chart
+    from wavetrain.view.page import write_page
+
+    curve, page = out / "loss.svg", out / "timeline.html"
+    write_text(curve, line_chart(losses, title=title, x_label="step", y_label="loss, nats a token", y_from_zero=False))
+    write_page(page, timelines)
+    return {"loss_curve": str(curve), "timeline": str(page)}
 
 
 def _saved(directory: Path) -> Mapping[str, Any]:

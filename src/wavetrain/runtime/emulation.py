@@ -26,7 +26,7 @@ from wavetrain.schedule.costs import Costs
 _PR_SET_TIMERSLACK = 29
 
 
-SPIN_SECONDS = 1e-4
+SPIN_SECONDS = 2e-4
 """The end of a wait is spent looking at the clock: to be woken takes about that long."""
 
 
@@ -44,8 +44,7 @@ class Waiter:
     def wait_until(self, end: float) -> None:
         """Return at ``end`` of the monotonic clock."""
         while (left := end - time.monotonic()) > 0:
-            if left > SPIN_SECONDS:
-                time.sleep(left - SPIN_SECONDS)
+            time.sleep(max(0.0, left - SPIN_SECONDS))
 
 
 class EmulatedStage:
@@ -104,6 +103,9 @@ class EmulatedLinks:
         stamped = tensors[0].clone()
         stamped[0] = self._free[target] + self._costs.latency[rank][target]
         self._inner.send(parcel, key, [stamped], structure)
+
+    def flush(self) -> None:
+        self._inner.flush()
 
     def arrived(self, target: int, count: int) -> None:
         self._inner.arrived(target, count)

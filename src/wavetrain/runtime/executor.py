@@ -2,7 +2,7 @@
 
 The way of one action:
 
-    post receives that come next ─► wait for its input ─► compute ─► hand the result over ─► let memory go
+    wait for its input ─► compute ─► hand the result over, post the receives that come next ─► let memory go
 
 Nothing in it depends on a family of schedules, and nothing in it computes: workers do (:mod:`wavetrain.runtime.stage`, or
 :mod:`wavetrain.runtime.emulation` for a rehearsal).
@@ -66,15 +66,15 @@ class Executor:
         borrowed: dict[tuple[int, int], list[Tensor]] = {}  # memory of received messages, by (stage, micro-batch)
         moments: list[Moment] = []
         free = clock()
-        for (kind, stage, mb), post, receive, send, arrived, last_of_stage in program.instructions:
-            key = keys[mb]
-            for parcel in post:
-                transport.post(parcel, keys[parcel.micro_batch])
+        first, *later = [*(instruction.post for instruction in program.instructions), ()]
+        for parcel in first:
+            transport.post(parcel, keys[parcel.micro_batch])
+        transport.flush()
+        for ((kind, stage, mb), _, receive, send, arrived, last_of_stage), post in zip(program.instructions, later, strict=True):
             if receive is not None:
                 note(Phase.RECEIVE, receive.kind, receive.stage, mb, receive.source)
                 tensors, structure = transport.receive(receive)
                 borrowed.setdefault((stage, mb), []).extend(tensors)
-                transport.arrived(receive.source, arrived)
             else:
                 origin = ("F", stage - 1, mb) if kind == "F" else ("B", stage + 1, mb)
                 tensors, structure = here.pop(origin) if origin in here and kind != "W" else ((), None)
@@ -95,9 +95,14 @@ class Executor:
                 if kind != "F" or send is None:  # whoever gets an F sent has it before this stage lets its memory go
                     result = _apart(result, borrowed.get((stage, mb), ()))
                 if send is not None:
-                    transport.send(send, key, *result)
+                    transport.send(send, keys[mb], *result)
                 else:
                     here["F" if kind == "F" else "B", stage, mb] = result
+            for parcel in post:
+                transport.post(parcel, keys[parcel.micro_batch])
+            transport.flush()
+            if receive is not None:
+                transport.arrived(receive.source, arrived)
             del tensors, result
             if kind in "BW":
                 transport.release(borrowed.pop((stage, mb), ()))

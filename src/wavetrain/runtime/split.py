@@ -16,7 +16,8 @@ Together they run the kernels that one whole backward runs, each once, and give 
 
 Some graphs cannot be split like that: a parameter behind two joints would be counted twice, and reentrant checkpointing refuses
 to compute a part. There, I does the whole backward and keeps the gradients of the weights for W: right in any case, only not
-early.
+early. Checkpointing of the other kind can be split, but every joint within would run the forward pass again: who is told that
+by :attr:`LateWeights.recomputed` does the next ones whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wavetrain.runtime.saved import Saved
 
@@ -58,6 +60,8 @@ class LateWeights:
     pieces: list[Piece] = field(default_factory=list)
     ready: Found = field(default_factory=list)
     """Gradients that I has computed on its way."""
+    recomputed: bool = False
+    """Whether I has run modules forward again (checkpointing); W will, once a piece."""
 
     def finish(self, stash: Found | None = None) -> None:
         """Compute the gradients of the weights: added to ``.grad``, or put aside in ``stash`` if one is given."""
@@ -98,17 +102,21 @@ def backward_input(
     parameters: Sequence[Tensor],
     leaves: Mapping[Node, Tensor] | None = None,
     saved: Saved | None = None,
+    *,
+    whole: bool = False,
 ) -> tuple[list[Tensor | None], LateWeights]:
     """Gradients of ``inputs``, and what W needs for those of ``parameters``.
 
     A stage without inputs that take a gradient (the first) is split all the same: its path leads to the first of
     ``parameters``, which are expected in the order of the forward pass. ``leaves`` are their :func:`leaf_nodes`, if kept;
-    of what the forward pass has ``saved``, what W does not need is let go.
+    of what the forward pass has ``saved``, what W does not need is let go. ``whole``: leave nothing to W.
     """
     late = LateWeights()
     ends = list(inputs) or list(parameters[:1])
     if not outputs or not ends:
         return [None] * len(inputs), late
+    if whole:
+        return backward_whole(outputs, flows, inputs, parameters, late.ready), late
     walk = _Walk([o.node for o in outputs], ends, leaf_nodes(parameters) if leaves is None else leaves)
     if not walk.can_split:
         return backward_whole(outputs, flows, inputs, parameters, late.ready), late
@@ -120,10 +128,11 @@ def backward_input(
             kept[i] = flow
 
         handles.append(joint.node.register_prehook(keep))
+    handles.append(register_module_forward_pre_hook(lambda *_: setattr(late, "recomputed", True)))
     reached = torch.autograd.grad(outputs, ends, flows, retain_graph=True, allow_unused=True)
     for handle in handles:
         handle.remove()
-    if saved is not None:
+    if saved is not None and not late.recomputed:  # looking at what is checkpointed would compute it once more
         saved.keep_only([*(joint.node for joint in walk.joints), *(node for node, aside in walk.behind.items() if aside)])
     for joint, into in zip(walk.joints, kept, strict=True):
         edges = [GradientEdge(joint.node, n) for n, flow in enumerate(into) if flow is not None]

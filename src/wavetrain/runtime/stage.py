@@ -120,6 +120,7 @@ class Stage:
         self._held: dict[int, _Held] = {}
         self._turn = 0
         self._early: dict[int, Found] = {}
+        self._checkpoints = False  # whether layers run forward again in the backward pass, as was seen
 
     def begin(self, data: StepData) -> None:
         """Start a step."""
@@ -163,7 +164,10 @@ class Stage:
     def backward_input(self, micro_batch: int, flows: Sequence[Tensor]) -> Result | None:
         """I: the gradients for the stage before; None from the first."""
         held, flows = self._ready(micro_batch, flows)
-        gradients, held.late = backward_input(held.roots, flows, held.inputs, self.parameters, self._leaves, held.saved)
+        gradients, held.late = backward_input(
+            held.roots, flows, held.inputs, self.parameters, self._leaves, held.saved, whole=self._checkpoints
+        )
+        self._checkpoints = self._checkpoints or held.late.recomputed
         held.saved = None
         held.roots = []
         return self._result(held, gradients)
@@ -187,9 +191,7 @@ class Stage:
     def _compute(self, micro_batch: int, held: _Held) -> tuple[Any, list[Tensor]]:
         """Run the layers: what the last of them gives, and the inputs that take a gradient."""
         data = self._step
-        again = (
-            self.recompute and not torch.is_grad_enabled()
-        )  # the same input is computed once more: not to be worked on in place
+        again = self.recompute and not torch.is_grad_enabled()  # the input is needed once more: layers may work in place
         if self.first:
             value, inputs = _to(data.inputs[micro_batch], self._device, copy=again), list[Tensor]()
         else:

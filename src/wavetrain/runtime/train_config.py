@@ -17,7 +17,7 @@ from wavetrain.models.config import ModelConfig
 
 LOGGERS: Final = ("tensorboard", "wandb")
 """Where metrics can go beside the file."""
-PRECISIONS: Final = ("fp32", "bf16")
+PRECISIONS: Final = ("fp32", "bf16", "fp16")
 
 _MODEL: Final = ("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads")
 _PLAN: Final = ("schedule", "waves", "stages_per_rank")
@@ -73,7 +73,7 @@ class TrainConfig:
     recompute: bool = False
     """Keep only the inputs of stages, and compute the rest again in the backward pass."""
     precision: str = "fp32"
-    """fp32, or bf16 for matrix products."""
+    """fp32, or bf16 or fp16 for matrix products (fp16 with a loss scale)."""
     steps: int | None = None
     """Steps of the whole run. Default: 200, or what fits in ``minutes``."""
     minutes: float | None = None

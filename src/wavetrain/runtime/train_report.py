@@ -1,4 +1,4 @@
-"""What a run leaves behind: the loss curve, and its step as measured and as predicted, on one axis."""
+"""What a run can tell in the end: its losses, and its step as measured and as predicted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.metrics import read_metrics
-from wavetrain.runtime.trace import gather_moments, measured_timeline
+from wavetrain.runtime.trace import clock_offset, gather_moments, measured_timeline
 from wavetrain.schedule.costs import Costs, square
-from wavetrain.schedule.files import write_text
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.simulator import simulate
 from wavetrain.schedule.timeline import Timeline
-from wavetrain.view.chart import line_chart
-from wavetrain.view.page import write_page
 
 
 def gather_timelines(steps: Sequence[Sequence[Moment]], schedule: Schedule, mesh: Mesh) -> list[Timeline]:
@@ -30,9 +27,10 @@ def gather_timelines(steps: Sequence[Sequence[Moment]], schedule: Schedule, mesh
         mesh: who ran it.
     """
     group = mesh.group("pp")
-    return [
-        measured_timeline(schedule, [moments] if group is None else gather_moments(moments, schedule, group)) for moments in steps
-    ]
+    if group is None:
+        return [measured_timeline(schedule, [moments]) for moments in steps]
+    offset = clock_offset(group)
+    return [measured_timeline(schedule, gather_moments(moments, schedule, group, offset)) for moments in steps]
 
 
 def measured_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> Costs:
@@ -79,27 +77,26 @@ def _hops(timeline: Timeline) -> list[float]:
     return [m.end - m.sent for m in timeline.messages if free[m.kind, m.target_stage, m.micro_batch] <= m.sent]
 
 
-def step_report(schedule: Schedule, timelines: Sequence[Timeline], path: Path) -> dict[str, Any]:
-    """Write the median step and its prediction to one page; the figures of both."""
+def step_figures(schedule: Schedule, timelines: Sequence[Timeline]) -> tuple[dict[str, Any], list[Timeline]]:
+    """The figures of the median step and of its prediction; and both: measured, predicted."""
     measured = sorted(timelines, key=lambda t: t.makespan)[len(timelines) // 2]
     costs = measured_costs(schedule, timelines)
     predicted = simulate(schedule, costs)
-    write_page(path, [measured, predicted])
-    return {
+    figures = {
         "pipeline_seconds": measured.makespan,
         "predicted_pipeline_seconds": predicted.makespan,
         "bubble": measured.bubble,
         "predicted_bubble": predicted.bubble,
         "hop_seconds": costs.latency[0][0],
     }
+    return figures, [measured, predicted]
 
 
-def write_loss_curve(metrics: Path, path: Path, title: str) -> None:
-    """Draw the losses of a metrics file as SVG."""
+def loss_curves(metrics: Path) -> dict[str, list[tuple[float, float]]]:
+    """(step, loss) of a metrics file, of training and of validation, where there are any."""
     records = read_metrics(metrics)
-    series = {
+    curves = {
         name: [(float(r["step"]), float(r[key])) for r in records if r.get(key) is not None]
         for name, key in (("training", "loss"), ("validation", "validation_loss"))
     }
-    shown = {name: points for name, points in series.items() if points}
-    write_text(path, line_chart(shown, title=title, x_label="step", y_label="loss, nats a token", y_from_zero=False))
+    return {name: points for name, points in curves.items() if points}

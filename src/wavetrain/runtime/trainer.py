@@ -18,9 +18,9 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,21 +38,31 @@ from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.metrics import METRICS_FILE, Sink, open_sinks
 from wavetrain.runtime.pipeline import Pipeline
 from wavetrain.runtime.progress import Display, open_display
+from wavetrain.runtime.scaling import LossScale
 from wavetrain.runtime.stopping import StopRequest, clear_stop, ctrl_c_stops
 from wavetrain.runtime.train_config import TrainConfig
-from wavetrain.runtime.train_report import gather_timelines, step_report, write_loss_curve
+from wavetrain.runtime.train_report import gather_timelines, loss_curves, step_figures
 from wavetrain.runtime.train_setup import lr_factor, make_optimizer, open_batches, prepare, token_loss
 from wavetrain.schedule.schedule import Schedule
+from wavetrain.schedule.timeline import Timeline
 
 _STEPS_LOOKED_AT: Final = 9
 """Of how many of the last steps the timeline is the median."""
+Draw: TypeAlias = Callable[[Path, Sequence[Timeline], Mapping[str, Sequence[tuple[float, float]]], str], Mapping[str, str]]
+"""Draws a run into its directory, on rank 0: (directory, the step as measured and as predicted, (step, loss) pairs by name, a
+title) → what was written, by name."""
+_DTYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCHED: Final = "WAVETRAIN_LAUNCHED"
 
 
-def run(config: TrainConfig) -> dict[str, Any]:
+def run(config: TrainConfig, *, draw: Draw | None = None) -> dict[str, Any]:
     """Check the config, then train in ``config.ranks`` processes of this machine (under torchrun: in this rank).
 
     Ctrl-C ends the run after its step, with a checkpoint; a second one at once.
+
+    Args:
+        config: of the run.
+        draw: makes its pictures; a function at the top level of a file.
 
     Returns:
         What :func:`train` returned on rank 0.
@@ -71,7 +81,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     clear_stop(out)
     assert config.ranks is not None
     with ctrl_c_stops(out) if "RANK" not in os.environ else contextlib.nullcontext() as on_poll:
-        result: dict[str, Any] = launch(_rank, ranks=config.ranks, args=(config, schedule), on_poll=on_poll)
+        result: dict[str, Any] = launch(_rank, ranks=config.ranks, args=(config, schedule, draw), on_poll=on_poll)
     if "diverged" in result:
         raise DivergedError(result["diverged"], step=result["step"], ranks=tuple(result["ranks"]))
     if "checkpoint_error" in result:
@@ -79,22 +89,23 @@ def run(config: TrainConfig) -> dict[str, Any]:
     return result
 
 
-def _rank(config: TrainConfig, schedule: Schedule) -> dict[str, Any]:
+def _rank(config: TrainConfig, schedule: Schedule, draw: Draw | None) -> dict[str, Any]:
     """A launched rank. What all ranks raise alike is handed back instead: it is told once, without tracebacks."""
     try:
-        return train(config, schedule=schedule)
+        return train(config, schedule=schedule, draw=draw)
     except DivergedError as error:
         return {"diverged": str(error), "step": error.step, "ranks": list(error.ranks)}
     except CheckpointError as error:
         return {"checkpoint_error": str(error)}
 
 
-def train(config: TrainConfig, *, schedule: Schedule | None = None) -> dict[str, Any]:
+def train(config: TrainConfig, *, schedule: Schedule | None = None, draw: Draw | None = None) -> dict[str, Any]:
     """Train, inside every rank; the world must have ``config.ranks`` of them.
 
     Args:
         config: of the run.
         schedule: its schedule, where it has been made already.
+        draw: makes its pictures, on rank 0.
 
     Returns:
         Figures of the run, and the files that were written.
@@ -109,7 +120,7 @@ def train(config: TrainConfig, *, schedule: Schedule | None = None) -> dict[str,
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            return _Trainer(config, schedule, stop).run()
+            return _Trainer(config, schedule, stop).run(draw)
     finally:
         stop.close()
 
@@ -136,7 +147,7 @@ class _Trainer:
             dp=config.dp,
             tp=config.tp,
             recompute=config.recompute,
-            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+            autocast=_DTYPES[config.precision],
             seed=config.seed,
             timeout_seconds=config.timeout_seconds,
         )
@@ -146,6 +157,7 @@ class _Trainer:
         self.first = mesh.rank == 0
         self.batches, self.validation = open_batches(config, mesh.dp_rank)
         self.optimizer = make_optimizer(self.pipe, config)
+        self.scale = LossScale(value=2.0**16 if config.precision == "fp16" else 1.0)
         self.recent: deque[list[Moment]] = deque(maxlen=_STEPS_LOOKED_AT)
         self.seconds: list[float] = []
         self.validated: tuple[int, float] | None = None
@@ -153,7 +165,7 @@ class _Trainer:
         self.saved: Path | None = None
         self.recorder = Recorder.from_environment()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, draw: Draw | None) -> dict[str, Any]:
         """The whole run; the same result on all ranks but for what only rank 0 writes."""
         self._resume()
         first_step, loss = self.pipe.num_steps, math.nan
@@ -177,10 +189,12 @@ class _Trainer:
             "checkpoint": str(self.saved),
         }
         if self.first:
-            page, curve, metrics = self.out / "timeline.html", self.out / "loss.svg", self.out / METRICS_FILE
-            figures |= step_report(self.pipe.schedule, timelines, page)
-            write_loss_curve(metrics, curve, f"{self.config.model} on {self.config.ranks} ranks, {self.pipe.schedule.name}")
-            figures |= {"metrics": str(metrics), "loss_curve": str(curve), "timeline": str(page)}
+            metrics = self.out / METRICS_FILE
+            of_step, pair = step_figures(self.pipe.schedule, timelines)
+            figures |= {**of_step, "metrics": str(metrics)}
+            if draw is not None:
+                title = f"{self.config.model} on {self.config.ranks} ranks, {self.pipe.schedule.name}"
+                figures |= draw(self.out, pair, loss_curves(metrics), title)
             if not stopped and self.config.model == "gpt" and self.config.vocab in (None, 256):
                 figures["sample"] = generate_text(self.config.checkpoints, self.config.prompt, seed=self.config.seed)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
@@ -192,6 +206,8 @@ class _Trainer:
         self.saved = Path(extra["checkpoint"])
         self.batches.position = int(extra["data_position"])
         self.elapsed = float(extra["elapsed_seconds"])
+        if self.config.precision == "fp16" and "loss_scale" in extra:
+            self.scale = LossScale(value=float(extra["loss_scale"][0]), num_good=int(extra["loss_scale"][1]))
         for group in self.optimizer.param_groups:  # what was saved may be of other flags
             group["weight_decay"] = self.config.weight_decay if group["params"] and group["params"][0].dim() > 1 else 0.0
 
@@ -239,12 +255,16 @@ class _Trainer:
         lr = config.lr * lr_factor(pipe.num_steps, config.warmup, self._done())
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = float(pipe.step(*next(self.batches)))
+        loss = float(pipe.step(*next(self.batches), loss_scale=self.scale.value))
+        # of fp16, gradients beyond its range are no surprise as long as the scale can fall: such a step is left out
+        scaled = config.precision == "fp16"
+        expected = scaled and self.scale.value > 1.0 and math.isfinite(loss)
+        in_range = self.scale.update(pipe.unscale_(self.scale.value)) if scaled else True
         norm = float(pipe.clip_grad_norm_(config.clip))
-        good = math.isfinite(loss) and math.isfinite(norm)
+        good = in_range and math.isfinite(loss) and math.isfinite(norm)
         if good:
             self.optimizer.step()
-        elif config.stop_on_nan:
+        elif config.stop_on_nan and not expected:
             raise self._diverged(loss, norm)
         self.optimizer.zero_grad()
         self.recent.append(pipe.moments)
@@ -309,6 +329,7 @@ class _Trainer:
             "model": self.config.model_config().to_dict(),
             "data_position": self.batches.position,
             "elapsed_seconds": self.elapsed,
+            "loss_scale": [self.scale.value, self.scale.num_good],
         }
         self.saved = checkpoint.save(self.config.checkpoints, self.pipe, self.optimizer, extra=extra, keep=self.config.keep)
         self.recorder.note(Phase.IDLE)

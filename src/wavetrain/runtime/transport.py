@@ -10,6 +10,7 @@ by its :class:`~wavetrain.runtime.structure.Structure`; from then on both ends k
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavetrain.errors import InputError, PeerLostError, StallError
+from wavetrain.runtime.courier import Courier, Transfer
 from wavetrain.runtime.program import Parcel
 from wavetrain.runtime.structure import Structure
 
@@ -43,6 +45,9 @@ class Transport(Protocol):
     def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
         """Hand ``parcel`` over; never waits for the receiver, who may be waiting for what this rank does next."""
 
+    def flush(self) -> None:
+        """Start what was posted and sent since the last time."""
+
     def arrived(self, target: int, count: int) -> None:
         """The first ``count`` messages of this step to ``target`` have arrived: let their memory go."""
 
@@ -51,14 +56,6 @@ class Transport(Protocol):
 
     def finish(self) -> None:
         """End a step: wait for what is still on its way."""
-
-
-class _Open(NamedTuple):
-    """A transfer under way; the tensors are kept alive until it is over."""
-
-    tensors: list[Tensor]
-    works: list[dist.Work]
-    parcel: Parcel
 
 
 class DistributedTransport:
@@ -83,10 +80,12 @@ class DistributedTransport:
         self._structures: dict[Hashable, Structure] = {}
         self._agreed: dict[Hashable, Structure] = {}
         self._waiting: dict[int, deque[tuple[Parcel, Hashable]]] = defaultdict(deque)
-        self._posted: dict[Parcel, tuple[_Open, Structure]] = {}
-        self._sent: dict[int, deque[_Open]] = defaultdict(deque)
+        self._posted: dict[Parcel, tuple[Transfer, Structure]] = {}
+        self._sent: dict[int, deque[tuple[Transfer, Parcel]]] = defaultdict(deque)
         self._num_closed: dict[int, int] = defaultdict(int)
         self._pool: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        self._courier = Courier(threaded=device.type == "cpu" and bool(channels))
+        weakref.finalize(self, self._courier.close)
 
     def post(self, parcel: Parcel, key: Hashable) -> None:
         self._waiting[parcel.source].append((parcel, key))
@@ -95,10 +94,9 @@ class DistributedTransport:
     def receive(self, parcel: Parcel) -> Arrived:
         while parcel not in self._posted:
             self._learn(parcel.source)
-        (tensors, works, _), structure = self._posted.pop(parcel)
-        for work in works:
-            self._wait(work, parcel, parcel.source)
-        return Arrived(tensors, structure)
+        transfer, structure = self._posted.pop(parcel)
+        self._wait(transfer, parcel, parcel.source)
+        return Arrived(transfer.tensors, structure)
 
     def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
         ready = [t.contiguous() for t in tensors]
@@ -112,12 +110,12 @@ class DistributedTransport:
                 f"{parcel.describe()} gives {structure.describe()}, but an earlier micro-batch of the same input shape gave "
                 f"{agreed.describe()}; what a layer returns may depend on the shape of its input only"
             )
-        group = self._groups[self._rank, parcel.target]
-        try:
-            works = [dist.isend(t, self._ranks[parcel.target], group=group) for t in ready]
-        except RuntimeError as error:
-            raise self._failure(error, parcel, parcel.target) from None
-        self._sent[parcel.target].append(_Open(ready, [w for w in works if w is not None], parcel))
+        target = parcel.target
+        transfer = Transfer("send", ready, self._ranks[target], self._groups[self._rank, target])
+        self._sent[target].append((self._courier.hand(transfer), parcel))
+
+    def flush(self) -> None:
+        self._courier.flush()
 
     def arrived(self, target: int, count: int) -> None:
         while self._sent[target] and self._num_closed[target] < count:
@@ -128,6 +126,7 @@ class DistributedTransport:
             self._pool[tuple(tensor.shape), tensor.dtype].append(tensor)
 
     def finish(self) -> None:
+        self.flush()
         for target, open_sends in self._sent.items():
             while open_sends:
                 self._close_oldest(target)
@@ -143,15 +142,15 @@ class DistributedTransport:
                 return
             waiting.popleft()
             tensors = [self._buffer(leaf.shape, leaf.dtype) for leaf in structure.leaves]
-            self._posted[parcel] = (_Open(tensors, [self._irecv(t, parcel) for t in tensors], parcel), structure)
+            self._posted[parcel] = (self._begin(tensors, parcel), structure)
 
     def _learn(self, source: int) -> None:
         """Wait for the structure of the first message from ``source`` whose shape was not seen, and post it."""
         parcel, key = self._waiting[source][0]
         length = self._buffer((1,), torch.int64)
-        self._wait(self._irecv(length, parcel), parcel, source)
+        self._wait(self._begin([length], parcel), parcel, source)
         data = self._buffer((int(length),), torch.uint8)
-        self._wait(self._irecv(data, parcel), parcel, source)
+        self._wait(self._begin([data], parcel), parcel, source)
         self._structures[_name(parcel, key)] = Structure.parse(bytes(data.cpu().numpy()))
         self._post_known(source)
 
@@ -159,27 +158,24 @@ class DistributedTransport:
         data = torch.frombuffer(bytearray(structure.dump()), dtype=torch.uint8)
         return [t.to(self._device) for t in (torch.tensor([data.numel()]), data)]
 
-    def _irecv(self, tensor: Tensor, parcel: Parcel) -> dist.Work:
-        try:
-            work = dist.irecv(tensor, self._ranks[parcel.source], group=self._groups[parcel.source, self._rank])
-        except RuntimeError as error:
-            raise self._failure(error, parcel, parcel.source) from None
-        assert work is not None  # None only for ranks outside the group
-        return work
+    def _begin(self, tensors: list[Tensor], parcel: Parcel) -> Transfer:
+        """Begin to receive into ``tensors``."""
+        source = parcel.source
+        return self._courier.hand(Transfer("receive", tensors, self._ranks[source], self._groups[source, self._rank]))
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         free = self._pool[shape, dtype]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
 
     def _close_oldest(self, target: int) -> None:
-        oldest = self._sent[target].popleft()
+        oldest, parcel = self._sent[target].popleft()
         self._num_closed[target] += 1
-        for work in oldest.works:
-            self._wait(work, oldest.parcel, target)
+        self._wait(oldest, parcel, target)
 
-    def _wait(self, work: dist.Work, parcel: Parcel, peer: int) -> None:
+    def _wait(self, transfer: Transfer, parcel: Parcel, peer: int) -> None:
+        self.flush()
         try:
-            work.wait(self._timeout)
+            transfer.wait(self._timeout)
         except RuntimeError as error:
             raise self._failure(error, parcel, peer) from None
 
