@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from wavetrain.runtime.program import Parcel, compile_program
 from wavetrain.runtime.stage import LossFn, Stage, StepData
 from wavetrain.runtime.structure import Structure
 from wavetrain.runtime.transport import Arrived
-from wavetrain.runtime.weights import Holding, take_over
+from wavetrain.runtime.weights import Holding, Use, take_over
 from wavetrain.schedule.proof import prove
 from wavetrain.schedule.schedule import Schedule
 
@@ -71,6 +71,9 @@ class MemoryTransport:
     def release(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+
+    def flush(self) -> None:
+        self.hub.turn.notify_all()
 
     def finish(self) -> None:
         self.hub.turn.notify_all()
@@ -124,6 +127,7 @@ def run_step(
                         parameters=holding.parameters_of(route, stages[stage]),
                         micro_batches=[m for m, r in enumerate(schedule.routes) if r == route],
                         loss_fn=loss_fn,
+                        splits=schedule.splits_backward,
                         recompute=recompute,
                         device=CPU,
                     )
@@ -152,9 +156,13 @@ def run_step(
     return Outcome(losses, _sum_uses(holdings.values()))
 
 
-def _sum_uses(holdings: Sequence[Holding] | object) -> dict[str, Tensor]:
-    found: dict[str, list[tuple[object, Tensor]]] = defaultdict(list)
-    for holding in holdings:  # type: ignore[attr-defined]
+def _sum_uses(holdings: Iterable[Holding]) -> dict[str, Tensor]:
+    found: dict[str, list[tuple[Use, Tensor]]] = defaultdict(list)
+    for holding in holdings:
         for weight in holding.weights:
             found[weight.name] += [(use, t.grad) for use, t in weight.local.items() if t.grad is not None]
-    return {name: torch.stack([g for _, g in sorted(uses, key=lambda u: u[0])]).sum(0) for name, uses in found.items()}  # type: ignore[arg-type, return-value]
+    return {
+        name: torch.stack([gradient for _, gradient in sorted(uses, key=lambda u: u[0])]).sum(0)
+        for name, uses in found.items()
+        if uses
+    }

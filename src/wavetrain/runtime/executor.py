@@ -100,14 +100,14 @@ class Executor:
                     here["F" if kind == "F" else "B", stage, mb] = result
             for parcel in post:
                 transport.post(parcel, keys[parcel.micro_batch])
-            transport.flush()
             if receive is not None:
                 transport.arrived(receive.source, arrived)
+            if kind in "BW" and (stage, mb) in borrowed:
+                transport.release(borrowed.pop((stage, mb)))
+            transport.flush()
             del tensors, result
-            if kind in "BW":
-                transport.release(borrowed.pop((stage, mb), ()))
-                if last_of_stage and on_stage_done is not None:
-                    on_stage_done(routes[mb], stage)
+            if last_of_stage and on_stage_done is not None:
+                on_stage_done(routes[mb], stage)
             moments.append(Moment(free, start, end))
             free = clock()
         note(Phase.SEND)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wavetrain.errors import InputError, PeerLostError, StallError
-from wavetrain.runtime.courier import Courier, Transfer
+from wavetrain.runtime.courier import Courier
 from wavetrain.runtime.program import Parcel
 from wavetrain.runtime.structure import Structure
 
@@ -58,8 +58,19 @@ class Transport(Protocol):
         """End a step: wait for what is still on its way."""
 
 
+class _Open(NamedTuple):
+    """A transfer under way; the tensors are kept alive until it is over."""
+
+    tensors: list[Tensor]
+    works: list[dist.Work]
+    parcel: Parcel
+
+
 class DistributedTransport:
     """Messages over a torch.distributed process group.
+
+    Methods without an underscore are for the computing thread. Those with ``_do`` are the courier's, and so is all state but
+    ``_posted``, where the courier puts receives that are under way and the computing thread takes them out.
 
     Args:
         ranks: global rank of every pipeline rank.
@@ -80,25 +91,78 @@ class DistributedTransport:
         self._structures: dict[Hashable, Structure] = {}
         self._agreed: dict[Hashable, Structure] = {}
         self._waiting: dict[int, deque[tuple[Parcel, Hashable]]] = defaultdict(deque)
-        self._posted: dict[Parcel, tuple[Transfer, Structure]] = {}
-        self._sent: dict[int, deque[tuple[Transfer, Parcel]]] = defaultdict(deque)
+        self._posted: dict[Parcel, tuple[_Open, Structure]] = {}
+        self._sent: dict[int, deque[_Open]] = defaultdict(deque)
         self._num_closed: dict[int, int] = defaultdict(int)
         self._pool: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        self._jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._courier = Courier(threaded=device.type == "cpu" and bool(channels))
         weakref.finalize(self, self._courier.close)
 
     def post(self, parcel: Parcel, key: Hashable) -> None:
-        self._waiting[parcel.source].append((parcel, key))
-        self._post_known(parcel.source)
-
-    def receive(self, parcel: Parcel) -> Arrived:
-        while parcel not in self._posted:
-            self._learn(parcel.source)
-        transfer, structure = self._posted.pop(parcel)
-        self._wait(transfer, parcel, parcel.source)
-        return Arrived(transfer.tensors, structure)
+        self._jobs.append((self._do_post, (parcel, key)))
 
     def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
+        self._jobs.append((self._do_send, (parcel, key, tensors, structure)))
+
+    def arrived(self, target: int, count: int) -> None:
+        self._jobs.append((self._do_close, (target, count)))
+
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        self._jobs.append((self._do_release, (tensors,)))
+
+    def flush(self) -> None:
+        self._courier.check()
+        if self._jobs:
+            self._courier.put(_do_all, self._jobs)
+            self._jobs = []
+
+    def receive(self, parcel: Parcel) -> Arrived:
+        if parcel not in self._posted:
+            self.flush()
+            while not self._courier.call(self._posted.__contains__, parcel):
+                self._learn(parcel.source)
+        found = self._posted.pop(parcel)
+        (tensors, works, _), structure = found
+        for work in works:
+            self._wait(work, parcel, parcel.source)
+        return Arrived(tensors, structure)
+
+    def finish(self) -> None:
+        self.flush()
+        self._courier.call(self._do_close_all)
+
+    def _learn(self, source: int) -> None:
+        """Wait for the structure of the first message from ``source`` whose shape was not seen, and post it."""
+        parcel, key = self._courier.call(self._waiting[source].__getitem__, 0)
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._wait(self._courier.call(self._irecv, length, parcel), parcel, source)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        self._wait(self._courier.call(self._irecv, data, parcel), parcel, source)
+        structure = Structure.parse(bytes(data.cpu().numpy()))
+        self._courier.call(self._do_know, source, _name(parcel, key), structure)
+
+    def _do_post(self, parcel: Parcel, key: Hashable) -> None:
+        self._waiting[parcel.source].append((parcel, key))
+        self._do_post_known(parcel.source)
+
+    def _do_know(self, source: int, name: Hashable, structure: Structure) -> None:
+        self._structures[name] = structure
+        self._do_post_known(source)
+
+    def _do_post_known(self, source: int) -> None:
+        """Post what waits from ``source``, up to the first message of a shape that was not seen: a channel keeps its order."""
+        waiting = self._waiting[source]
+        while waiting:
+            parcel, key = waiting[0]
+            structure = self._structures.get(_name(parcel, key))
+            if structure is None:
+                return
+            waiting.popleft()
+            tensors = [self._buffer(leaf.shape, leaf.dtype) for leaf in structure.leaves]
+            self._posted[parcel] = (_Open(tensors, [self._irecv(t, parcel) for t in tensors], parcel), structure)
+
+    def _do_send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
         ready = [t.contiguous() for t in tensors]
         name = _name(parcel, key)
         agreed = self._agreed.get(name)
@@ -110,72 +174,53 @@ class DistributedTransport:
                 f"{parcel.describe()} gives {structure.describe()}, but an earlier micro-batch of the same input shape gave "
                 f"{agreed.describe()}; what a layer returns may depend on the shape of its input only"
             )
-        target = parcel.target
-        transfer = Transfer("send", ready, self._ranks[target], self._groups[self._rank, target])
-        self._sent[target].append((self._courier.hand(transfer), parcel))
+        group = self._groups[self._rank, parcel.target]
+        try:
+            works = [dist.isend(t, self._ranks[parcel.target], group=group) for t in ready]
+        except RuntimeError as error:
+            raise self._failure(error, parcel, parcel.target) from None
+        self._sent[parcel.target].append(_Open(ready, [w for w in works if w is not None], parcel))
 
-    def flush(self) -> None:
-        self._courier.flush()
-
-    def arrived(self, target: int, count: int) -> None:
+    def _do_close(self, target: int, count: int) -> None:
+        """The first ``count`` messages of this step to ``target`` have arrived."""
         while self._sent[target] and self._num_closed[target] < count:
-            self._close_oldest(target)
+            self._do_close_oldest(target)
 
-    def release(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._pool[tuple(tensor.shape), tensor.dtype].append(tensor)
-
-    def finish(self) -> None:
-        self.flush()
+    def _do_close_all(self) -> None:
         for target, open_sends in self._sent.items():
             while open_sends:
-                self._close_oldest(target)
+                self._do_close_oldest(target)
             self._num_closed[target] = 0
 
-    def _post_known(self, source: int) -> None:
-        """Post what waits from ``source``, up to the first message of a shape that was not seen: a channel keeps its order."""
-        waiting = self._waiting[source]
-        while waiting:
-            parcel, key = waiting[0]
-            structure = self._structures.get(_name(parcel, key))
-            if structure is None:
-                return
-            waiting.popleft()
-            tensors = [self._buffer(leaf.shape, leaf.dtype) for leaf in structure.leaves]
-            self._posted[parcel] = (self._begin(tensors, parcel), structure)
+    def _do_close_oldest(self, target: int) -> None:
+        oldest = self._sent[target].popleft()
+        self._num_closed[target] += 1
+        for work in oldest.works:
+            self._wait(work, oldest.parcel, target)
 
-    def _learn(self, source: int) -> None:
-        """Wait for the structure of the first message from ``source`` whose shape was not seen, and post it."""
-        parcel, key = self._waiting[source][0]
-        length = self._buffer((1,), torch.int64)
-        self._wait(self._begin([length], parcel), parcel, source)
-        data = self._buffer((int(length),), torch.uint8)
-        self._wait(self._begin([data], parcel), parcel, source)
-        self._structures[_name(parcel, key)] = Structure.parse(bytes(data.cpu().numpy()))
-        self._post_known(source)
-
-    def _header(self, structure: Structure) -> list[Tensor]:
-        data = torch.frombuffer(bytearray(structure.dump()), dtype=torch.uint8)
-        return [t.to(self._device) for t in (torch.tensor([data.numel()]), data)]
-
-    def _begin(self, tensors: list[Tensor], parcel: Parcel) -> Transfer:
-        """Begin to receive into ``tensors``."""
-        source = parcel.source
-        return self._courier.hand(Transfer("receive", tensors, self._ranks[source], self._groups[source, self._rank]))
+    def _do_release(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._pool[tuple(tensor.shape), tensor.dtype].append(tensor)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         free = self._pool[shape, dtype]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _close_oldest(self, target: int) -> None:
-        oldest, parcel = self._sent[target].popleft()
-        self._num_closed[target] += 1
-        self._wait(oldest, parcel, target)
+    def _header(self, structure: Structure) -> list[Tensor]:
+        data = torch.frombuffer(bytearray(structure.dump()), dtype=torch.uint8)
+        return [t.to(self._device) for t in (torch.tensor([data.numel()]), data)]
 
-    def _wait(self, transfer: Transfer, parcel: Parcel, peer: int) -> None:
-        self.flush()
+    def _irecv(self, tensor: Tensor, parcel: Parcel) -> dist.Work:
         try:
-            transfer.wait(self._timeout)
+            work = dist.irecv(tensor, self._ranks[parcel.source], group=self._groups[parcel.source, self._rank])
+        except RuntimeError as error:
+            raise self._failure(error, parcel, parcel.source) from None
+        assert work is not None  # None only for ranks outside the group
+        return work
+
+    def _wait(self, work: dist.Work, parcel: Parcel, peer: int) -> None:
+        try:
+            work.wait(self._timeout)
         except RuntimeError as error:
             raise self._failure(error, parcel, peer) from None
 
@@ -191,3 +236,8 @@ class DistributedTransport:
 
 def _name(parcel: Parcel, key: Hashable) -> Hashable:
     return (parcel.kind, parcel.stage, parcel.source, parcel.target, key)
+
+
+def _do_all(jobs: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    for job, args in jobs:
+        job(*args)
