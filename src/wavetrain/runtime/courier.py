@@ -43,6 +43,8 @@ class Courier:
         def wrapped() -> None:
             try:
                 found.append(job(*args))
+            except BaseException as error:
+                self._error = self._error or error  # before the caller looks
             finally:
                 done.set()
 

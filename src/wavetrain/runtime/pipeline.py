@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wavetrain.errors import InputError
+from wavetrain.errors import InputError, UnknownNameError
 from wavetrain.models.tensor_parallel import parallelize_layer
 from wavetrain.runtime.blackbox import Phase, Recorder
 from wavetrain.runtime.executor import Executor, Moment
+from wavetrain.runtime.local import open_transport
 from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.micro_batches import count_targets, shape_key, split_batch
 from wavetrain.runtime.partition import cut_layers, layer_costs
@@ -22,7 +23,6 @@ from wavetrain.runtime.program import Program, compile_program, forward_only
 from wavetrain.runtime.reduction import Reducer
 from wavetrain.runtime.stage import LossFn, Stage, StepData
 from wavetrain.runtime.trace import clock_offset, gather_moments, measured_timeline
-from wavetrain.runtime.transport import DistributedTransport
 from wavetrain.runtime.weights import take_over
 from wavetrain.schedule.families import NAMES, build
 from wavetrain.schedule.files import load
@@ -93,6 +93,9 @@ class Pipeline:
         certificate = prove(self.schedule).require()
         self.stages = cut_layers(list(model), self.schedule, cut)
         """The layers of every stage."""
+        beyond = [] if isinstance(recompute, bool) else [s for s in recompute if not 0 <= s < len(self.stages)]
+        if beyond:
+            raise InputError(f"recompute names stage {beyond[0]}, but the stages are 0 … {len(self.stages) - 1}")
         self.seed, self.num_steps = seed, 0
         rank = self.mesh.pp_rank
         axes = self.mesh.axes
@@ -123,7 +126,7 @@ class Pipeline:
         self._forward_program = compile_program(self._forward_schedule, rank)
         self._recorder = Recorder.from_environment()
         ranks, channels = self.mesh.pipeline_ranks, self._program.channels
-        transport = DistributedTransport(ranks, channels, rank, self.mesh.device, timeout_seconds)
+        transport = open_transport(self.mesh.group("pp"), ranks, channels, rank, self.mesh.device, timeout_seconds)
         self._executor = Executor(self._workers, transport, self._recorder)
         self._last: tuple[Schedule, list[Moment]] | None = None
         self._clock_offset: float | None = None
@@ -312,6 +315,8 @@ def _resolve(
             stages_per_rank=stages_per_rank,
             costs=layer_costs(layers, num_ranks) if schedule == "auto" else None,  # it must not take more stages than there are
         )
+    if isinstance(schedule, str) and not Path(schedule).suffix:  # no file: a name with a typing error
+        raise UnknownNameError("schedule", schedule, NAMES)
     found = schedule if isinstance(schedule, Schedule) else load(schedule)
     if found.num_ranks != num_ranks:
         raise InputError(

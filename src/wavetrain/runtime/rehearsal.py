@@ -20,10 +20,12 @@ from wavetrain.runtime.blackbox import Recorder
 from wavetrain.runtime.emulation import EmulatedLinks, EmulatedStage, Waiter, message_tensor
 from wavetrain.runtime.executor import Executor, Moment
 from wavetrain.runtime.launch import launch
+from wavetrain.runtime.local import open_transport
 from wavetrain.runtime.mesh import join
-from wavetrain.runtime.program import Program, compile_program
+from wavetrain.runtime.program import Parcel, Program, compile_program
+from wavetrain.runtime.structure import Leaf, Structure
 from wavetrain.runtime.trace import gather_moments, measured_timeline
-from wavetrain.runtime.transport import DistributedTransport, Transport
+from wavetrain.runtime.transport import Transport
 from wavetrain.schedule.actions import KINDS
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.proof import prove
@@ -172,28 +174,33 @@ def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, 
     alone = not dist.is_initialized()
     rank = 0 if alone else dist.get_rank()
     waiter, recorder = Waiter(), Recorder.from_environment()
-    parts = [_part(schedule, costs, rank, waiter, recorder, timeout_seconds) for schedule in schedules]
+    programs = [compile_program(s, rank, receive_ahead=prove(s).require().receive_ahead) for s in schedules]
+    channels = sorted({channel for program in programs for channel in program.channels})
+    ranks = range(schedules[0].num_ranks)
+    transport = open_transport(None, ranks, channels, rank, torch.device("cpu"), timeout_seconds)
+    executors = [_executor(s, p, costs, transport, waiter, recorder) for s, p in zip(schedules, programs, strict=True)]
     message, trips = message_tensor(max(costs.message_bytes)), list[float]()
     runs: list[dict[str, list[Any]]] = [{"steps": [], "starts": []} for _ in schedules]
     for step in range(num_steps):
-        for schedule, (program, executor), run in zip(schedules, parts, runs, strict=True):
+        for i, (schedule, program, executor, run) in enumerate(zip(schedules, programs, executors, runs, strict=True)):
             recorder.step = step
             start = _common_start(alone)
             waiter.wait_until(start)
-            moments = executor.run(program, [0] * schedule.num_micro_batches)
+            moments = executor.run(program, [i] * schedule.num_micro_batches)
             run["steps"].append([moments] if alone else gather_moments(moments, schedule))
             run["starts"].append(start)
         if not alone:
-            trips += _round_trips(rank, message, waiter)
+            trips += _round_trips(rank, transport, message, waiter)
     if not alone:
         dist.barrier()
     return {"runs": runs, "hop_seconds": statistics.median(trips) / 2 if trips else 0.0}
 
 
-def _part(
-    schedule: Schedule, costs: Costs, rank: int, waiter: Waiter, recorder: Recorder, timeout_seconds: float
-) -> tuple[Program, Executor]:
-    """The program of ``rank``, and an executor whose stages wait."""
+def _executor(
+    schedule: Schedule, program: Program, costs: Costs, transport: Transport, waiter: Waiter, recorder: Recorder
+) -> Executor:
+    """An executor whose stages wait."""
+    rank = program.rank
     cut = costs.cut(schedule.placements)
     workers = {
         (route, stage): EmulatedStage(
@@ -207,13 +214,9 @@ def _part(
         for stage, home in enumerate(placement)
         if home == rank
     }
-    program = compile_program(schedule, rank, receive_ahead=prove(schedule).require().receive_ahead)
-    transport: Transport = DistributedTransport(
-        range(schedule.num_ranks), program.channels, rank, torch.device("cpu"), timeout_seconds
-    )
     if any(v > 0 for row in cut.latency for v in row) or any(v < math.inf for row in cut.bandwidth for v in row):
         transport = EmulatedLinks(transport, waiter, cut)
-    return program, Executor(workers, transport, recorder)
+    return Executor(workers, transport, recorder)
 
 
 def _common_start(alone: bool) -> float:
@@ -226,19 +229,28 @@ def _common_start(alone: bool) -> float:
     return float(start)
 
 
-def _round_trips(rank: int, message: torch.Tensor, waiter: Waiter) -> list[float]:
+def _round_trips(rank: int, transport: Transport, message: torch.Tensor, waiter: Waiter) -> list[float]:
     """Seconds that a message takes from rank 0 to rank 1 and back, each asleep when it comes, as in a pipeline; on rank 0."""
-    trips = []
-    inbox = torch.empty_like(message)
+    trips: list[float] = []
+    structure = Structure(0, (Leaf.of(message),))
+    there, back = Parcel("F", -1, 0, 0, 1), Parcel("B", -1, 0, 1, 0)
+    awaited = {0: back, 1: there}.get(rank)
     dist.barrier()
-    for _ in range(NUM_PINGS):
+    for _ in range(NUM_PINGS if awaited is not None else 0):
+        assert awaited is not None
+        transport.post(awaited, "ping")
+        transport.flush()
         if rank == 0:
             waiter.wait(0.002)
             start = time.monotonic()
-            dist.send(message, 1)
-            dist.recv(inbox, 1)
+            transport.send(there, "ping", [message], structure)
+            transport.flush()
+        arrived = transport.receive(awaited)
+        if rank == 0:
             trips.append(time.monotonic() - start)
-        elif rank == 1:
-            dist.recv(inbox, 0)
-            dist.send(message, 0)
+        else:
+            transport.send(back, "ping", [message], structure)
+            transport.flush()
+        transport.release(arrived.tensors)
+    transport.finish()
     return trips

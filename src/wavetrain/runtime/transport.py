@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,8 @@ class DistributedTransport:
     """Messages over a torch.distributed process group.
 
     Methods without an underscore are for the computing thread. Those with ``_do`` are the courier's, and so is all state but
-    ``_posted``, where the courier puts receives that are under way and the computing thread takes them out.
+    ``_agreed``, by which a wrong message is refused at once, and ``_posted``, where the courier puts receives that are under
+    way and the computing thread takes them out.
 
     Args:
         ranks: global rank of every pipeline rank.
@@ -90,6 +91,7 @@ class DistributedTransport:
             self._groups = {(s, t): dist.new_group([ranks[s], ranks[t]]) for s, t in channels}
         self._structures: dict[Hashable, Structure] = {}
         self._agreed: dict[Hashable, Structure] = {}
+        self._told: set[Hashable] = set()
         self._waiting: dict[int, deque[tuple[Parcel, Hashable]]] = defaultdict(deque)
         self._posted: dict[Parcel, tuple[_Open, Structure]] = {}
         self._sent: dict[int, deque[_Open]] = defaultdict(deque)
@@ -103,7 +105,11 @@ class DistributedTransport:
         self._jobs.append((self._do_post, (parcel, key)))
 
     def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
-        self._jobs.append((self._do_send, (parcel, key, tensors, structure)))
+        name = message_name(parcel, key)
+        agreed = self._agreed.setdefault(name, structure)
+        if agreed != structure:
+            refuse_other_structure(parcel, structure, agreed)
+        self._jobs.append((self._do_send, (parcel, name, tensors, structure)))
 
     def arrived(self, target: int, count: int) -> None:
         self._jobs.append((self._do_close, (target, count)))
@@ -140,7 +146,7 @@ class DistributedTransport:
         data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._wait(self._courier.call(self._irecv, data, parcel), parcel, source)
         structure = Structure.parse(bytes(data.cpu().numpy()))
-        self._courier.call(self._do_know, source, _name(parcel, key), structure)
+        self._courier.call(self._do_know, source, message_name(parcel, key), structure)
 
     def _do_post(self, parcel: Parcel, key: Hashable) -> None:
         self._waiting[parcel.source].append((parcel, key))
@@ -155,25 +161,18 @@ class DistributedTransport:
         waiting = self._waiting[source]
         while waiting:
             parcel, key = waiting[0]
-            structure = self._structures.get(_name(parcel, key))
+            structure = self._structures.get(message_name(parcel, key))
             if structure is None:
                 return
             waiting.popleft()
             tensors = [self._buffer(leaf.shape, leaf.dtype) for leaf in structure.leaves]
             self._posted[parcel] = (_Open(tensors, [self._irecv(t, parcel) for t in tensors], parcel), structure)
 
-    def _do_send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
+    def _do_send(self, parcel: Parcel, name: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
         ready = [t.contiguous() for t in tensors]
-        name = _name(parcel, key)
-        agreed = self._agreed.get(name)
-        if agreed is None:
-            self._agreed[name] = structure
+        if name not in self._told:
+            self._told.add(name)
             ready = [*self._header(structure), *ready]
-        elif agreed != structure:
-            raise InputError(
-                f"{parcel.describe()} gives {structure.describe()}, but an earlier micro-batch of the same input shape gave "
-                f"{agreed.describe()}; what a layer returns may depend on the shape of its input only"
-            )
         group = self._groups[self._rank, parcel.target]
         try:
             works = [dist.isend(t, self._ranks[parcel.target], group=group) for t in ready]
@@ -234,7 +233,16 @@ class DistributedTransport:
         return PeerLostError(f"rank {self._rank} lost rank {peer} during {parcel.describe()}: {why}", rank=peer)
 
 
-def _name(parcel: Parcel, key: Hashable) -> Hashable:
+def refuse_other_structure(parcel: Parcel, structure: Structure, agreed: Structure) -> NoReturn:
+    """Say that a message is not what the neighbours agreed on for its shape of micro-batch."""
+    raise InputError(
+        f"{parcel.describe()} gives {structure.describe()}, but an earlier micro-batch of the same input shape gave "
+        f"{agreed.describe()}; what a layer returns may depend on the shape of its input only"
+    )
+
+
+def message_name(parcel: Parcel, key: Hashable) -> Hashable:
+    """What neighbours agree about: messages of one stage, direction, channel and shape of micro-batch look alike."""
     return (parcel.kind, parcel.stage, parcel.source, parcel.target, key)
 
 
