@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.multiprocess.ranks import gpt, loss_fn, tokens
 from torch import Tensor, nn
 
+from tests.multiprocess.ranks import gpt, loss_fn, tokens
 from wavetrain import Pipeline, build, launch
 from wavetrain.errors import InputError, ProofError, RankFailedError
 from wavetrain.runtime import checkpoint

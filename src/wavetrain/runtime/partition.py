@@ -42,7 +42,12 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
     times = tuple(layer_cost(layer) for layer in layers)
     even = list(cut_points(times, (1.0,) * num_stages))
     candidates = (even, _even_ranks(even, times, schedule))
-    points = min(candidates, key=lambda points: simulate(schedule, _costs(points, times, schedule)).makespan)
+
+    def seconds(points: list[int]) -> float:
+        stages = [sum(times[a:b]) for a, b in pairwise(points)]
+        return simulate(schedule, _stage_costs(stages, schedule.num_ranks)).makespan
+
+    points = min(candidates, key=seconds)
     return [range(a, b) for a, b in pairwise(points)]
 
 
@@ -77,31 +82,19 @@ def _even_ranks(points: list[int], times: Sequence[float], schedule: Schedule) -
     return best
 
 
-def _costs(points: Sequence[int], times: Sequence[float], schedule: Schedule) -> Costs:
-    """Costs of the stages that ``points`` cut: I and W take what F takes."""
-    stages = tuple(sum(times[a:b]) for a, b in pairwise(points))
-    even = Costs.uniform(schedule.num_ranks)
-    one = (1.0,) * len(stages)
-    return replace(
-        even,
-        forward=stages,
-        backward_input=stages,
-        backward_weight=stages,
-        activation_bytes=one,
-        message_bytes=one,
-        divisible=False,
-    )
-
-
 def layer_costs(layers: Sequence[nn.Module], num_ranks: int) -> Costs:
-    """Every layer as a stage of its own, by its estimated cost; F, I and W are taken to cost the same."""
-    seconds = tuple(layer_cost(layer) for layer in layers)
+    """Every layer as a stage of its own, by its estimated cost."""
+    return _stage_costs([layer_cost(layer) for layer in layers], num_ranks)
+
+
+def _stage_costs(seconds: Sequence[float], num_ranks: int) -> Costs:
+    """Costs of stages by what F takes; I and W are taken to cost the same."""
     ones = (1.0,) * len(seconds)
     return replace(
         Costs.uniform(num_ranks),
-        forward=seconds,
-        backward_input=seconds,
-        backward_weight=seconds,
+        forward=tuple(seconds),
+        backward_input=tuple(seconds),
+        backward_weight=tuple(seconds),
         activation_bytes=ones,
         message_bytes=(0.0,) * len(seconds),
         divisible=False,
