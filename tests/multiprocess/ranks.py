@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from wavetrain import Pipeline, build
 from wavetrain.models import BERT, GPT, Uneven
+from wavetrain.runtime import local
 
 VOCAB = 29
 NUM_MICRO_BATCHES = 4
@@ -90,11 +94,48 @@ class Twins(nn.Module):
 
     def forward(self, value: Any) -> Any:
         if self.first:
-            value = {"x": value, "kept": [value.argmax(-1), value * 1.0], "scale": 0.5}
+            value = {"x": value, "kept": [value.argmax(-1), value * 1.0, value.sum()], "scale": 0.5}
         x = value["x"] + value["scale"] * torch.tanh(self.a(value["x"]))
         if self.last:
-            return self.b(x + value["kept"][1]) + value["kept"][0][:, None]
+            places, like_x, total = value["kept"]
+            return self.b(x + like_x) + places[:, None] + total
         return {**value, "x": x + self.b(x).relu()}
+
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+class Cargo(nn.Module):
+    """Carries tensors of all types and many shapes, and looks whether they came as they went."""
+
+    def __init__(self, *, loads: bool, empty: bool) -> None:
+        super().__init__()
+        self.loads, self.empty = loads, empty
+
+    def forward(self, value: Any) -> Any:
+        made = torch.randn(300, 1000, generator=numbers(0))  # more than a socket holds
+        cargo: dict[str, Tensor] = {str(d): (made[0, :24] * 9).to(d).reshape(4, 3, 2) for d in DTYPES}
+        cargo |= {
+            "large": made,
+            "turned": made[:3, :4].T,
+            "expanded": torch.ones(1, 3).expand(2, 3),
+            "strided": made[::7, ::9],
+            "scalar": torch.tensor(2.5),
+        }
+        if self.empty:
+            cargo |= {"empty": torch.zeros(0, 3), "empty inside": torch.zeros(3, 0, dtype=torch.int64)}
+        if self.loads:
+            return {"x": value, "cargo": (cargo, [], None, True, "text", 3)}
+        found, *others = value["cargo"]
+        assert others == [[], None, True, "text", 3]
+        assert list(found) == list(cargo)
+        for name, tensor in cargo.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name], tensor), name
+        return value["x"] if value["x"].sum() < 0 else value
 
 
 def plain() -> nn.Sequential:
@@ -107,11 +148,10 @@ def plain() -> nn.Sequential:
 
 
 def llama() -> nn.Sequential:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from wavetrain.models.hugging_face import _llama_layers
 
-    config = LlamaConfig(
+    transformers: Any = importlib.import_module("transformers")  # typed in some versions only
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=24,
@@ -122,7 +162,7 @@ def llama() -> nn.Sequential:
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     return _llama_layers(model, model.model.rotary_emb)
 
 
@@ -181,6 +221,8 @@ class Job:
     """Of the pipeline."""
     micro_batches: int = NUM_MICRO_BATCHES
     steps: int = 3
+    gloo: bool = False
+    """Send messages by torch.distributed, as between machines, and not by the sockets of one."""
     accumulate: int = 1
     """Calls of ``step`` before each update."""
     optimizer: str = "AdamW"
@@ -234,8 +276,18 @@ def optimizer_of(job: Job, parameters: Iterable[Tensor]) -> torch.optim.Optimize
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
+def by_gloo() -> contextlib.AbstractContextManager[object]:
+    """Pipelines made meanwhile take their ranks for ranks of several machines."""
+    return mock.patch.object(local, "on_one_machine", return_value=False)
+
+
 def train(job: Job) -> Trained:
     """Train on this rank, with all others; then gather the weights."""
+    with by_gloo() if job.gloo else contextlib.nullcontext():
+        return _train(job)
+
+
+def _train(job: Job) -> Trained:
     kind = KINDS[job.kind]
     torch.manual_seed(0)
     model = kind.make()
@@ -319,7 +371,7 @@ def _plain_step(model: nn.Module, batch: Batch, micro_batches: int, *, backward:
             loss = loss_fn(model(x), y) * (count / sum(counts))
             total += float(loss.detach())
             if backward:
-                loss.backward()
+                torch.autograd.backward(loss)
     return total
 
 

@@ -5,7 +5,7 @@ Starting a rank takes seconds and a run of a small model a part of one: all runs
 
 from __future__ import annotations
 
-import time
+import contextlib
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +19,10 @@ from tests.multiprocess.ranks import (
     KINDS,
     NUM_MICRO_BATCHES,
     SINGLE_ROUTE,
+    Cargo,
     Job,
     Trained,
+    by_gloo,
     close,
     loss_fn,
     tokens,
@@ -52,7 +54,12 @@ def matrix(num_ranks: int) -> dict[str, Job]:
 def variants(num_ranks: int) -> dict[str, Job]:
     """What can be asked of a pipeline beside the schedule: none of it changes a bit."""
     if num_ranks > 2:
-        return {"recompute": Job(kind="gpt, dropout", schedule="zb-wave W=2", options={"recompute": True}, steps=2)}
+        return {
+            "gloo": Job(schedule="zb-wave W=2", gloo=True, steps=2),
+            "gloo, ragged": Job(kind="gpt, ragged", schedule="hanayo W=2", gloo=True, steps=2),
+            "gloo, plain": Job(kind="plain", schedule="interleaved", gloo=True, steps=2),
+            "recompute": Job(kind="gpt, dropout", schedule="zb-wave W=2", options={"recompute": True}, steps=2),
+        }
     first = num_ranks * 2 - 1
     return {
         "recompute": Job(schedule="zb-wave W=2", options={"recompute": True}),
@@ -69,6 +76,9 @@ def variants(num_ranks: int) -> dict[str, Job]:
         "another cut": Job(
             kind="gpt, dropout", schedule="1f1b", options={"cut": [16 - 3 * (num_ranks - 1)] + [3] * (num_ranks - 1)}
         ),
+        **{f"gloo: {schedule}": Job(schedule=schedule, gloo=True) for schedule in ("1f1b", "zb-wave W=2")},
+        "gloo, ragged": Job(kind="gpt, ragged", schedule="zbv", gloo=True),
+        "gloo, plain": Job(kind="plain", schedule="interleaved", gloo=True),
         "another seed": Job(kind="gpt, dropout", schedule="1f1b", options={"seed": 5}),
     }
 
@@ -167,7 +177,12 @@ def run_all(jobs: dict[str, Job], folder: str) -> dict[str, Any]:
         if job.optimizer == "SGD":
             wanted: dict[str, Tensor] = torch.load(Path(folder, f"{name}.pt"), weights_only=True)
             found[name]["distance"] = trained.distance(wanted)
-    found["others"] = {"predicted": predicts(), "alternating": alternates(), "stalls never": slow_steps(), "timeline": timeline()}
+    found["others"] = {
+        "carried": carries(gloo=True) and carries(gloo=False, empty=False),
+        "predicted": predicts(),
+        "alternating": alternates(),
+        "timeline": timeline(),
+    }
     return found
 
 
@@ -181,6 +196,25 @@ def predicts() -> list[Any]:
     holds = pipe.schedule.placements[0][-1] == pipe.mesh.pp_rank
     assert (found is not None) == holds
     return [] if found is None else [part.tolist() for part in found]
+
+
+def carries(*, gloo: bool, empty: bool = True) -> bool:
+    """Whatever may pass between layers arrives as it was sent, every time."""
+    with by_gloo() if gloo else contextlib.nullcontext():
+        layers = [Cargo(loads=True, empty=empty), *[Cargo(loads=False, empty=empty) for _ in range(7)]]
+        pipe = Pipeline(nn.Sequential(*layers), schedule="gpipe", num_micro_batches=3)
+        for _ in range(2):
+            pipe.predict(torch.ones(3, 2))
+    return True
+
+
+def carries_empty_ones() -> bool:
+    return carries(gloo=False)
+
+
+@pytest.mark.xfail(strict=True, reason="sockets of one machine: the memory of an empty tensor cannot be seen as bytes")
+def test_empty_tensors_pass_within_a_machine() -> None:
+    assert launch(carries_empty_ones, ranks=2)
 
 
 def alternates() -> float:
@@ -199,30 +233,6 @@ def alternates() -> float:
         total += float(pipe.evaluate(*tokens(step, batch=2, seq=3)))
         pipe.predict(tokens(step, batch=2, seq=4)[0])
     return total
-
-
-class Slow(nn.Module):
-    """Takes its time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.3)
-        return self.linear(x)  # type: ignore[no-any-return]
-
-
-def slow_steps() -> float:
-    """A step may take longer than any message of it."""
-    pipe = Pipeline(
-        nn.Sequential(*[Slow() for _ in range(4)]),
-        schedule="gpipe",
-        num_micro_batches=8,
-        loss_fn=lambda y, _: y.square().mean(),
-        timeout_seconds=2.0,
-    )
-    return float(pipe.step(torch.ones(8, 3), torch.ones(8)))
 
 
 def timeline() -> bool:
@@ -279,8 +289,8 @@ def test_what_else_a_pipeline_does(ran: tuple[dict[str, Job], dict[str, Any]]) -
     _, found = ran
     others = found["others"]
     assert others["alternating"] == alternates()
-    assert others["stalls never"] > 0
     assert others["timeline"]
+    assert others["carried"]
     predicted = torch.tensor(others["predicted"])  # W=1: the last layer is on rank 0
     assert predicted.shape == (2, 2, 3, 5)
     assert predicted.tolist() == predicts()

@@ -129,7 +129,7 @@ def test_one_rank_is_plain_torch() -> None:
 
     whole = model()
     for x in data(4).inputs:
-        (loss_fn(whole(x), None) * 0.25).backward()
+        torch.autograd.backward(loss_fn(whole(x), None) * 0.25)
     ours = run_step(model, one_rank(4, 4), lambda: data(4), loss_fn)
     for name, parameter in whole.named_parameters():
         assert parameter.grad is not None
@@ -159,9 +159,10 @@ def test_a_weight_in_three_places_of_two_layers() -> None:
     """Under two names of one layer, and in another: each layer's use is counted once, by every schedule."""
 
     class Twice(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
+        def __init__(self, weight: Tensor) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            assert isinstance(weight, nn.Parameter)
             self.a.weight = self.b.weight = weight
 
         def forward(self, x: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ def test_a_weight_in_three_places_of_two_layers() -> None:
         assert_same(run_step(model, schedule, lambda: data(4), loss_fn), theirs)
     whole = model()
     for x in data(4).inputs:
-        (loss_fn(whole(x), None) * 0.25).backward()
+        torch.autograd.backward(loss_fn(whole(x), None) * 0.25)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(theirs.gradients[name], parameter.grad)
 
@@ -207,7 +208,7 @@ def test_a_micro_batch_that_does_not_count() -> None:
     spoiled = model()(step().inputs[1]).detach()
     whole = model()
     for m in (0, 2):
-        (mean(whole(step().inputs[m]), None) * 0.5).backward()
+        torch.autograd.backward(mean(whole(step().inputs[m]), None) * 0.5)
     for name in ("gpipe", "zb-h1"):
         ours = run_step(model, build(name, num_ranks=2, num_micro_batches=3), step, mean)
         assert ours.losses[1] == 0
