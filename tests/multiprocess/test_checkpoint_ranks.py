@@ -188,6 +188,7 @@ def fail_alone(rank: int, folder: Path) -> None:
         save(runs, pipe)
     dist.barrier()
     assert [p.name for p in runs.iterdir()] == ["step-00000001"]
+    dist.barrier()  # the next save begins with a folder of its own
 
     strange = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
     own = torch.optim.SGD(parameters.values(), lr=0.1)

@@ -106,14 +106,14 @@ class Planned(torch.autograd.Function):
 
 
 class Trap(nn.Module):
-    """A linear layer that raises at the n-th time that its kind of action is run: F, I (on the path) or W (its weight)."""
+    """A linear layer that raises at the n-th time that its kind of action is run: F, I (on the path) or W (its bias)."""
 
     def __init__(self, kind: str, count: int) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.kind, self.left = kind, count
         if kind == "W":
-            self.linear.weight.register_hook(lambda _: self.tick())  # type: ignore[no-untyped-call]
+            self.linear.bias.register_hook(lambda _: self.tick())  # type: ignore[no-untyped-call]
 
     def tick(self) -> None:
         if self.left == 0:

@@ -70,7 +70,6 @@ def test_links_that_are_slower_than_this_machines() -> None:
     assert found.predicted_seconds >= 2 * 4 * SECONDS + 2 * 0.05
 
 
-@pytest.mark.xfail(strict=True, reason="the hop is measured between ranks 0 and 1, even where there is no rank 1")
 def test_one_rank() -> None:
     found = rehearse(build("zb-wave", num_ranks=1, num_micro_batches=3, waves=1), costs(1), steps=2, warmup=0)
     assert found.hop_seconds == 0

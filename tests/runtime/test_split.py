@@ -413,3 +413,18 @@ def test_random_layers(case: Case) -> None:
             assert ours is theirs
         else:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_changed_in_place_is_refused_as_autograd_does() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.exp(x)
+            y.mul_(2)  # exp's gradient needs its output as it was
+            return y
+
+    x = torch.ones(2, 3, requires_grad=True)
+    saved = Saved()
+    with saved:
+        y = Bad()(x)
+    with pytest.raises(RuntimeError, match="changed by an operation in place"):
+        torch.autograd.grad(y.sum(), x)

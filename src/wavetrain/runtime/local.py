@@ -171,7 +171,7 @@ class _Incoming:
         try:
             if self._failed is None:
                 self._read(slot)
-        except (OSError, InputError) as error:
+        except Exception as error:  # whatever it is, who waits for the message is to be told
             self._failed = error
         slot.error = self._failed
         slot.lock.release()
@@ -186,7 +186,8 @@ class _Incoming:
         structure = self._structures[name]
         slot.tensors = [self._buffer(leaf.shape, leaf.dtype) for leaf in structure.leaves]
         for tensor in slot.tensors:
-            self._fill(_bytes_of(tensor))
+            if tensor.numel():
+                self._fill(_bytes_of(tensor))
         slot.structure = structure
 
     def _exactly(self, count: int) -> bytearray:

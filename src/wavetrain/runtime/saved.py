@@ -14,12 +14,15 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from wavetrain.runtime.torch_private import version_of
+
 
 class _Box:
-    __slots__ = ("tensor",)
+    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
+        self.version = version_of(tensor)
 
 
 class Saved(saved_tensors_hooks):
@@ -51,6 +54,11 @@ class Saved(saved_tensors_hooks):
         if self._opened is not None:
             self._opened.add(id(box))
         assert box.tensor is not None, "W reads only what was kept for it"
+        if version_of(box.tensor) != box.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(box.tensor.shape)} that the backward pass needs was changed by an operation in place; "
+                "use the operation that makes a new tensor"
+            )
         return box.tensor  # type: ignore[no-any-return]
 
 
