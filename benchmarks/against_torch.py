@@ -31,7 +31,7 @@ OURS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zbv", {}),
     ("dualpipev", {}),
     *(("hanayo", {"waves": n}) for n in (2, 4)),
-    *(("zb-wave", {"waves": n}) for n in (1, 2, 4, 8)),
+    *(("zb-wave", {"waves": n}) for n in (1, 2, 3, 4, 6)),
 )
 SAME = {
     "torch GPipe": "gpipe",
@@ -44,6 +44,8 @@ SAME = {
 }
 """Schedules of one name on both sides."""
 PREDICTION = 0.03
+HOP = 0.0005
+"""About what a hop takes in a run of several ranks on two cores, in seconds."""
 
 
 def run(quick: bool) -> Report:
@@ -63,13 +65,17 @@ def run(quick: bool) -> Report:
     )
 
 
-def schedules(p: int, b: int, options: tuple[tuple[str, dict[str, Any]], ...] = OURS) -> dict[str, Schedule]:
-    """Ours, by label; those that do not take the counts are left out."""
+def schedules(
+    p: int, b: int, options: tuple[tuple[str, dict[str, Any]], ...] = OURS, seconds: float = SECONDS
+) -> dict[str, Schedule]:
+    """Ours, by label; those that do not take the counts are left out. Zero-bubble waves are ordered for a hop of :data:`HOP`."""
     found = {}
+    costs = Costs.uniform(p, forward=seconds, backward_input=seconds, backward_weight=seconds, hop_latency=HOP)
     for name, given in options:
         label = name + "".join(f", {k} = {v}" for k, v in given.items())
         try:
-            found[label] = build(name, num_ranks=p, num_micro_batches=b, **given)
+            ordered = costs if name == "zb-wave" else None
+            found[label] = build(name, num_ranks=p, num_micro_batches=b, costs=ordered, **given)
         except InputError:
             continue
     return found

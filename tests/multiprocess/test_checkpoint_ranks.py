@@ -201,6 +201,7 @@ def fail_alone(rank: int, folder: Path) -> None:
         load(runs, Pipe(parameters if rank == 0 else {"other.weight": torch.ones(1)}, rank, 2))
     dist.barrier()
     assert [p.name for p in runs.iterdir()] == ["step-00000001"]
+    dist.barrier()
 
     pipe.num_steps = 2
     bad = save(runs, pipe)

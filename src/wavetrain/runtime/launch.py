@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from wavetrain.errors import InputError
@@ -83,7 +84,10 @@ def launch(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_world(ranks)
         with guard():
-            return main(*args)
+            result = main(*args)
+        if dist.is_initialized():  # else Gloo's threads may still hold tensors when the interpreter ends, which aborts it
+            dist.destroy_process_group()
+        return result
     _check_main(main)
 
     processes: list[BaseProcess] = []
