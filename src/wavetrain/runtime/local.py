@@ -2,7 +2,8 @@
 
 Gloo knows TCP only: on one machine a message passes the loopback device, an event loop on either side and their wake-ups. A
 Unix socket takes it from the sender's memory to the receiver's with one wake-up (150 µs instead of 240 for 128 KiB, both ranks
-asleep, on the machine it was written on). Every channel (one direction between two ranks) is a socket of its own, so its order is the order of its bytes:
+asleep, on the machine it was written on). Every channel (one direction between two ranks) is a socket of its own, so its order
+is the order of its bytes:
 
     structure's length (8 bytes, 0 if this shape was seen)  structure (JSON)  tensors, one after another
 
