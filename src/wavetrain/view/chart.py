@@ -231,7 +231,7 @@ class _Frame:
             raise InputError(f"a chart of {self.width} × {self.height} pixels has no room; give at least 200 × 150")
 
     def with_y(self, axis: _Axis) -> _Frame:
-        widest = max(len(label) for label in axis.labels) * _CHAR
+        widest = max((len(label) for label in axis.labels), default=0) * _CHAR  # a log axis over less than a step has no tick
         return _Frame(self.title, self.x_label, self.y_label, self.names, self.width, self.height, self.bars, widest)
 
     @property
