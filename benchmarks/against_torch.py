@@ -44,7 +44,7 @@ SAME = {
 }
 """Schedules of one name on both sides."""
 PREDICTION = 0.03
-HOP = 0.0005
+HOP = 0.00035
 """About what a hop takes in a run of several ranks on two cores, in seconds."""
 
 

@@ -68,8 +68,8 @@ class MemoryTransport:
         channel = (self.rank, target)
         assert all(parcel in self.hub.received[channel] for parcel, *_ in self.hub.sent[channel][:count])
 
-    def release(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
+    def release(self, message: Arrived) -> None:
+        for tensor in message.tensors:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
     def flush(self) -> None:

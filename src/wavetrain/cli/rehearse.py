@@ -143,7 +143,11 @@ def _print(found: Rehearsal, costs: Costs) -> None:
     table.add_row("measured", f"{found.measured_seconds:.4f}", f"bubble {found.bubble:.1%}, median of {steps}")
     table.add_row("ideal", f"{found.ideal_seconds:.4f}", "no rank ever waits")
     table.add_section()
-    table.add_row("a hop", f"{found.hop_seconds:.6f}", f"a message of {max(costs.message_bytes):,.0f} bytes to an idle rank")
+    table.add_row(
+        "a hop",
+        f"{found.hop_seconds:.6f}",
+        f"{max(costs.message_bytes):,.0f} bytes to a rank that waits, beyond the link",
+    )
     table.add_row("an action, late by", f"{found.late_seconds:.6f}", "mean: woken late by the operating system")
     table.add_row("between two actions", f"{found.between_seconds:.6f}", "mean: sending and bookkeeping")
     table.add_section()

@@ -39,7 +39,8 @@ DIRECTORY_VARIABLE: Final = "WAVETRAIN_BLACKBOX"
 
 _PREFIX: Final = "wavetrain-blackbox-"
 _HEADER: Final = struct.Struct("<4sI")  # magic, pid
-_BODY: Final = struct.Struct("<QdqiiiiiQ")  # count, time, step, phase, kind, stage, micro-batch, peer, count
+_WHAT: Final = struct.Struct("<iiiii")  # phase, kind, stage, micro-batch, peer
+_BODY: Final = struct.Struct(f"<Qdq{_WHAT.size}sQ")  # count, time, step, what, count
 _SIZE: Final = _HEADER.size + _BODY.size
 _MAGIC: Final = b"WTB1"
 _KIND_CODES: Final[dict[Kind | None, int]] = {None: -1, **{kind: code for code, kind in enumerate(KINDS)}}
@@ -122,6 +123,11 @@ class Failure:
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
+def ready_note(phase: Phase, kind: Kind | None = None, stage: int = -1, micro_batch: int = -1, peer: int = -1) -> bytes:
+    """A note in the form that :meth:`Recorder.note_ready` writes."""
+    return _WHAT.pack(phase, _KIND_CODES[kind], stage, micro_batch, peer)
+
+
 class Recorder:
     """Where a rank notes what it does.
 
@@ -155,9 +161,12 @@ class Recorder:
 
     def note(self, phase: Phase, kind: Kind | None = None, stage: int = -1, micro_batch: int = -1, peer: int = -1) -> None:
         """Say what this rank does from now on; ``note(Phase.COMPUTE, *action)``."""
+        self.note_ready(ready_note(phase, kind, stage, micro_batch, peer))
+
+    def note_ready(self, ready: bytes) -> None:
+        """The same with what :func:`ready_note` made of it, for those who say the same again and again."""
         self._count = count = self._count + 1
-        now = time.monotonic()
-        _BODY.pack_into(self._map, _HEADER.size, count, now, self.step, phase, _KIND_CODES[kind], stage, micro_batch, peer, count)
+        _BODY.pack_into(self._map, _HEADER.size, count, time.monotonic(), self.step, ready, count)
 
     def state(self) -> State:
         """What was noted last."""
@@ -289,7 +298,8 @@ def _parse(rank: int, data: bytes) -> State | None:
     if len(data) < _SIZE:
         return None
     magic, pid = _HEADER.unpack_from(data)
-    count, noted, step, phase, kind, stage, micro_batch, peer, count_again = _BODY.unpack_from(data, _HEADER.size)
+    count, noted, step, what, count_again = _BODY.unpack_from(data, _HEADER.size)
+    phase, kind, stage, micro_batch, peer = _WHAT.unpack(what)
     if magic != _MAGIC or count == 0 or count != count_again or not (0 <= phase < len(Phase) and -1 <= kind < len(KINDS)):
         return None
     return State(

@@ -26,7 +26,7 @@ from wavetrain.schedule.costs import Costs
 _PR_SET_TIMERSLACK = 29
 
 
-SPIN_SECONDS = 2e-4
+SPIN_SECONDS = 7e-5
 """The end of a wait is spent looking at the clock: to be woken takes about that long."""
 
 
@@ -43,8 +43,12 @@ class Waiter:
 
     def wait_until(self, end: float) -> None:
         """Return at ``end`` of the monotonic clock."""
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(max(0.0, left - SPIN_SECONDS))
+        clock = time.monotonic
+        asleep = end - clock() - SPIN_SECONDS
+        if asleep > 0:
+            time.sleep(asleep)
+        while clock() < end:
+            pass
 
 
 class EmulatedStage:
@@ -110,8 +114,8 @@ class EmulatedLinks:
     def arrived(self, target: int, count: int) -> None:
         self._inner.arrived(target, count)
 
-    def release(self, tensors: Sequence[Tensor]) -> None:
-        self._inner.release(tensors)
+    def release(self, message: Arrived) -> None:
+        self._inner.release(message)
 
     def finish(self) -> None:
         self._inner.finish()

@@ -10,17 +10,18 @@ Nothing in it depends on a family of schedules, and nothing in it computes: work
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from wavetrain.runtime.blackbox import Phase, Recorder
-from wavetrain.runtime.program import Program
+from wavetrain.runtime.blackbox import Phase, Recorder, ready_note
+from wavetrain.runtime.program import Instruction, Program
 from wavetrain.runtime.stage import Worker
 from wavetrain.runtime.structure import Structure
-from wavetrain.runtime.transport import Transport
+from wavetrain.runtime.transport import Arrived, Transport
 
 
 class Moment(NamedTuple):
@@ -31,6 +32,19 @@ class Moment(NamedTuple):
     start: float
     """When its input was there."""
     end: float
+
+
+class _Bound(NamedTuple):
+    """An instruction with all that can be looked up before the step."""
+
+    instruction: Instruction
+    route: int
+    worker: Worker
+    origin: tuple[str, int, int] | None
+    """What the action needs, as a stage of the same rank gives it."""
+    receiving: bytes
+    computing: bytes
+    """What is noted before the wait, and before the action."""
 
 
 class Executor:
@@ -44,6 +58,7 @@ class Executor:
 
     def __init__(self, workers: Mapping[tuple[int, int], Worker], transport: Transport, recorder: Recorder) -> None:
         self._workers, self._transport, self._recorder = workers, transport, recorder
+        self._bound: tuple[Program, list[_Bound]] | None = None
 
     def run(
         self,
@@ -51,73 +66,90 @@ class Executor:
         keys: Sequence[Hashable],
         on_stage_done: Callable[[int, int], None] | None = None,
     ) -> list[Moment]:
-        """Run one step.
+        """Run one step, without garbage collection: a rank that stops for it stops its neighbours.
 
         Args:
             program: of this rank.
             keys: what stands for the shape of every micro-batch.
             on_stage_done: called with (route, stage) as soon as the gradients of a stage are complete.
         """
-        transport, note, clock = self._transport, self._recorder.note, time.monotonic
-        routes = program.schedule.routes
+        if self._bound is None or self._bound[0] is not program:
+            self._bound = program, [self._bind(program, instruction) for instruction in program.instructions]
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._run(self._bound[1], keys, on_stage_done)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(
+        self, bounds: Sequence[_Bound], keys: Sequence[Hashable], on_stage_done: Callable[[int, int], None] | None
+    ) -> list[Moment]:
+        transport, note, clock = self._transport, self._recorder.note_ready, time.monotonic
         here: dict[tuple[str, int, int], tuple[Sequence[Tensor], Structure]] = {}  # handed over within the rank
         tensors: Sequence[Tensor]
         structure: Structure | None
-        borrowed: dict[tuple[int, int], list[Tensor]] = {}  # memory of received messages, by (stage, micro-batch)
-        moments: list[Moment] = []
+        borrowed: dict[tuple[int, int], list[Arrived]] = {}  # received messages in use, by (stage, micro-batch)
+        times: list[tuple[float, float, float]] = []
         free = clock()
-        first, *later = [*(instruction.post for instruction in program.instructions), ()]
+        first, *later = [*(bound.instruction.post for bound in bounds), ()]
         for parcel in first:
             transport.post(parcel, keys[parcel.micro_batch])
         transport.flush()
-        for ((kind, stage, mb), _, receive, send, arrived, last_of_stage), post in zip(program.instructions, later, strict=True):
+        for bound, post in zip(bounds, later, strict=True):
+            (kind, stage, mb), _, receive, send, arrived, last_of_stage = bound.instruction
+            tensors, structure = (), None
             if receive is not None:
-                note(Phase.RECEIVE, receive.kind, receive.stage, mb, receive.source)
-                tensors, structure = transport.receive(receive)
-                borrowed.setdefault((stage, mb), []).extend(tensors)
-            else:
-                origin = ("F", stage - 1, mb) if kind == "F" else ("B", stage + 1, mb)
-                tensors, structure = here.pop(origin) if origin in here and kind != "W" else ((), None)
+                note(bound.receiving)
+                message = transport.receive(receive)
+                tensors, structure = message.tensors, message.structure
+                borrowed.setdefault((stage, mb), []).append(message)
+            elif bound.origin in here:
+                tensors, structure = here.pop(bound.origin)
             start = clock()
-            note(Phase.COMPUTE, kind, stage, mb)
-            worker = self._workers[routes[mb], stage]
+            note(bound.computing)
             if kind == "F":
-                result = worker.forward(mb, tensors, structure)
+                result = bound.worker.forward(mb, tensors, structure)
             elif kind == "B":
-                result = worker.backward(mb, tensors)
+                result = bound.worker.backward(mb, tensors)
             elif kind == "I":
-                result = worker.backward_input(mb, tensors)
+                result = bound.worker.backward_input(mb, tensors)
             else:
-                worker.backward_weight(mb)
+                bound.worker.backward_weight(mb)
                 result = None
             end = clock()
-            if result is not None:
-                if kind != "F" or send is None:  # whoever gets an F sent has it before this stage lets its memory go
-                    result = _apart(result, borrowed.get((stage, mb), ()))
-                if send is not None:
-                    transport.send(send, keys[mb], *result)
-                else:
-                    here["F" if kind == "F" else "B", stage, mb] = result
+            if send is not None:
+                assert result is not None, "only the ends of the model give nothing"
+                transport.send(send, keys[mb], *result)
+            elif result is not None:
+                here["F" if kind == "F" else "B", stage, mb] = result
             for parcel in post:
                 transport.post(parcel, keys[parcel.micro_batch])
             if receive is not None:
                 transport.arrived(receive.source, arrived)
             if kind in "BW" and (stage, mb) in borrowed:
-                transport.release(borrowed.pop((stage, mb)))
+                for message in borrowed.pop((stage, mb)):
+                    transport.release(message)
             transport.flush()
             del tensors, result
             if last_of_stage and on_stage_done is not None:
-                on_stage_done(routes[mb], stage)
-            moments.append(Moment(free, start, end))
+                on_stage_done(bound.route, stage)
+            times.append((free, start, end))
             free = clock()
-        note(Phase.SEND)
+        self._recorder.note(Phase.SEND)
         transport.finish()
-        note(Phase.IDLE)
-        return moments
+        self._recorder.note(Phase.IDLE)
+        return [Moment(*t) for t in times]
 
-
-def _apart(result: tuple[list[Tensor], Structure], borrowed: Sequence[Tensor]) -> tuple[list[Tensor], Structure]:
-    """Copies of what shares the memory of the message it came in (a layer that passes it on): it is soon used for another."""
-    tensors, structure = result
-    taken = {t.untyped_storage().data_ptr() for t in borrowed}
-    return [t.clone() if t.untyped_storage().data_ptr() in taken else t for t in tensors], structure
+    def _bind(self, program: Program, instruction: Instruction) -> _Bound:
+        (kind, stage, mb), receive = instruction.action, instruction.receive
+        route = program.schedule.routes[mb]
+        return _Bound(
+            instruction,
+            route,
+            self._workers[route, stage],
+            {"F": ("F", stage - 1, mb), "B": ("B", stage + 1, mb), "I": ("B", stage + 1, mb), "W": None}[kind],
+            b"" if receive is None else ready_note(Phase.RECEIVE, receive.kind, receive.stage, mb, receive.source),
+            ready_note(Phase.COMPUTE, kind, stage, mb),
+        )

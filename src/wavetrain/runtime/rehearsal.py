@@ -23,7 +23,6 @@ from wavetrain.runtime.launch import launch
 from wavetrain.runtime.local import open_transport
 from wavetrain.runtime.mesh import join
 from wavetrain.runtime.program import Parcel, Program, compile_program
-from wavetrain.runtime.structure import Leaf, Structure
 from wavetrain.runtime.trace import gather_moments, measured_timeline
 from wavetrain.runtime.transport import Transport
 from wavetrain.schedule.actions import KINDS
@@ -51,7 +50,9 @@ class Rehearsal:
     step_seconds: tuple[float, ...]
     """Of every step that counted, from the common start to the end of the last rank."""
     hop_seconds: float
-    """From the end of the sender's compute to the receiver's start, idle ranks, messages of the real size."""
+    """What a message takes beyond its link: from the end of the sender's compute to the start of the receiver's, where that one
+    was waiting for it. The median over all schedules of the warm-up steps, which do not count otherwise (of all steps if there
+    is no warm-up)."""
     late_seconds: float
     """Mean over actions: how much longer an action took than it was told to wait (the operating system's share)."""
     between_seconds: float
@@ -131,18 +132,22 @@ def rehearse_all(
         prove(schedule, costs).require()
     args = (tuple(schedules), costs, warmup + steps, timeout_seconds)
     found = launch(_rehearse_rank, ranks=schedules[0].num_ranks, args=args)
-    hop = float(found["hop_seconds"])
+    runs = [[[[Moment(*m) for m in rank] for rank in ranks] for ranks in run["steps"]] for run in found["runs"]]
+    early = [(s, ranks) for s, steps in zip(schedules, runs, strict=True) for ranks in steps[: warmup or None]]
+    hops = [seconds for s, ranks in early for seconds in _hops(s, costs, ranks)]
+    hop = statistics.median(hops) if hops else 0.0
     return [
-        _summary(s, costs, run["steps"][warmup:], run["starts"][warmup:], hop)
-        for s, run in zip(schedules, found["runs"], strict=True)
+        _summary(s, costs, steps[warmup:], run["starts"][warmup:], hop)
+        for s, steps, run in zip(schedules, runs, found["runs"], strict=True)
     ]
 
 
-def _summary(schedule: Schedule, costs: Costs, steps: Sequence[Any], starts: Sequence[float], hop: float) -> Rehearsal:
-    moments = [[[Moment(*m) for m in rank] for rank in ranks] for ranks in steps]
+def _summary(
+    schedule: Schedule, costs: Costs, moments: Sequence[list[list[Moment]]], starts: Sequence[float], hop: float
+) -> Rehearsal:
     seconds = [max(m[-1].end for m in ranks if m) - start for ranks, start in zip(moments, starts, strict=True)]
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
-    known = replace(costs, latency=tuple(tuple(max(v, hop) for v in row) for row in costs.latency))
+    known = replace(costs, latency=tuple(tuple(v + hop for v in row) for row in costs.latency))
     late, between = _overheads(schedule, costs.cut(schedule.placements), moments)
     return Rehearsal(
         schedule=schedule,
@@ -153,6 +158,27 @@ def _summary(schedule: Schedule, costs: Costs, steps: Sequence[Any], starts: Seq
         late_seconds=late,
         between_seconds=between,
     )
+
+
+def _hops(schedule: Schedule, costs: Costs, ranks: Sequence[Sequence[Moment]]) -> list[float]:
+    """Of one step: seconds that messages came later than their links say, those for which a rank was waiting."""
+    cut = costs.cut(schedule.placements)
+    runs = [list(zip(compile_program(schedule, rank).instructions, moments, strict=True)) for rank, moments in enumerate(ranks)]
+    due: dict[Parcel, float] = {}
+    for rank, run in enumerate(runs):
+        free: dict[int, float] = {}
+        for instruction, moment in run:
+            if (parcel := instruction.send) is not None:
+                boundary = parcel.stage if parcel.kind == "F" else parcel.stage - 1
+                begin = max(moment.end, free.get(parcel.target, 0.0))
+                free[parcel.target] = begin + cut.message_bytes[boundary] / cut.bandwidth[rank][parcel.target]
+                due[parcel] = free[parcel.target] + cut.latency[rank][parcel.target]
+    return [
+        moment.start - due[instruction.receive]
+        for run in runs
+        for instruction, moment in run
+        if instruction.receive is not None and due[instruction.receive] > moment.waited_from
+    ]
 
 
 def _overheads(schedule: Schedule, costs: Costs, steps: Sequence[Sequence[Sequence[Moment]]]) -> tuple[float, float]:
@@ -179,7 +205,6 @@ def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, 
     ranks = range(schedules[0].num_ranks)
     transport = open_transport(None, ranks, channels, rank, torch.device("cpu"), timeout_seconds)
     executors = [_executor(s, p, costs, transport, waiter, recorder) for s, p in zip(schedules, programs, strict=True)]
-    message, trips = message_tensor(max(costs.message_bytes)), list[float]()
     runs: list[dict[str, list[Any]]] = [{"steps": [], "starts": []} for _ in schedules]
     for step in range(num_steps):
         for i, (schedule, program, executor, run) in enumerate(zip(schedules, programs, executors, runs, strict=True)):
@@ -189,11 +214,9 @@ def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, 
             moments = executor.run(program, [i] * schedule.num_micro_batches)
             run["steps"].append([moments] if alone else gather_moments(moments, schedule))
             run["starts"].append(start)
-        if {(0, 1), (1, 0)} <= set(channels):
-            trips += _round_trips(rank, transport, message, waiter)
     if not alone:
         dist.barrier()
-    return {"runs": runs, "hop_seconds": statistics.median(trips) / 2 if trips else 0.0}
+    return {"runs": runs}
 
 
 def _executor(
@@ -227,30 +250,3 @@ def _common_start(alone: bool) -> float:
         start = torch.tensor([time.monotonic() + MARGIN_SECONDS], dtype=torch.float64)
         dist.broadcast(start, 0)
     return float(start)
-
-
-def _round_trips(rank: int, transport: Transport, message: torch.Tensor, waiter: Waiter) -> list[float]:
-    """Seconds that a message takes from rank 0 to rank 1 and back, each asleep when it comes, as in a pipeline; on rank 0."""
-    trips: list[float] = []
-    structure = Structure(0, (Leaf.of(message),))
-    there, back = Parcel("F", -1, 0, 0, 1), Parcel("B", -1, 0, 1, 0)
-    awaited = {0: back, 1: there}.get(rank)
-    dist.barrier()
-    for _ in range(NUM_PINGS if awaited is not None else 0):
-        assert awaited is not None
-        transport.post(awaited, "ping")
-        transport.flush()
-        if rank == 0:
-            waiter.wait(0.002)
-            start = time.monotonic()
-            transport.send(there, "ping", [message], structure)
-            transport.flush()
-        arrived = transport.receive(awaited)
-        if rank == 0:
-            trips.append(time.monotonic() - start)
-        else:
-            transport.send(back, "ping", [message], structure)
-            transport.flush()
-        transport.release(arrived.tensors)
-    transport.finish()
-    return trips

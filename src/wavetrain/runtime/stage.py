@@ -26,7 +26,7 @@ LossFn = Callable[[Any, Any], Tensor]
 """(what the last layer gives, the targets of the micro-batch) to a scalar, the mean over the micro-batch."""
 
 Result = tuple[list[Tensor], Structure]
-"""What an action makes for the stage after or before: tensors, and how they are nested."""
+"""What an action makes for the stage after or before: detached tensors, none in memory that was received, and their nesting."""
 
 
 class Worker(Protocol):
@@ -143,14 +143,14 @@ class Stage:
                 self._take_loss(micro_batch, value)
                 return None
             tensors, found = flatten(value, self._what())
-            return tensors, self._as_if_tracked(found) if data.training else found
+            return _apart(tensors, received), self._as_if_tracked(found) if data.training else found
         value, held.inputs = self._compute(micro_batch, held)
         if self.last:
             held.roots, held.grad_outputs = edges_of(self._take_loss(micro_batch, value)), [0]
             return None
         tensors, found = flatten(value, self._what())
         self._keep_roots(held, tensors, found)
-        return [t.detach() for t in tensors], found
+        return _apart(tensors, received), found
 
     def backward(self, micro_batch: int, flows: Sequence[Tensor]) -> Result | None:
         """B: the gradients for the stage before; None from the first."""
@@ -159,7 +159,7 @@ class Stage:
         gradients = backward_whole(held.roots, flows, held.inputs, self.parameters, stash)
         del self._held[micro_batch]
         self._count(micro_batch, stash)
-        return self._result(held, gradients)
+        return self._result(held, gradients, flows)
 
     def backward_input(self, micro_batch: int, flows: Sequence[Tensor]) -> Result | None:
         """I: the gradients for the stage before; None from the first."""
@@ -170,7 +170,7 @@ class Stage:
         self._checkpoints = self._checkpoints or held.late.recomputed
         held.saved = None
         held.roots = []
-        return self._result(held, gradients)
+        return self._result(held, gradients, flows)
 
     def backward_weight(self, micro_batch: int) -> None:
         """W: the gradients of the stage's own weights."""
@@ -263,11 +263,12 @@ class Stage:
             return held, [torch.full_like(loss, weight)]
         return held, [flows[i] for i in held.grad_outputs]
 
-    def _result(self, held: _Held, gradients: Sequence[Tensor | None]) -> Result | None:
+    def _result(self, held: _Held, gradients: Sequence[Tensor | None], flows: Sequence[Tensor]) -> Result | None:
         if self.first:
             return None
         tensors = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, held.inputs, strict=True)]
-        return tensors, Structure({"list": list(range(len(tensors)))}, tuple(map(Leaf.of, tensors)))
+        structure = Structure({"list": list(range(len(tensors)))}, tuple(map(Leaf.of, tensors)))
+        return _apart(tensors, [*held.received, *flows]), structure
 
     def _as_if_tracked(self, structure: Structure) -> Structure:
         """With recompute the forward pass is not tracked; what takes a gradient is then known from types alone."""
@@ -299,6 +300,14 @@ class Stage:
 def _to(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     tensors, structure = flatten(value, "the input of the model")
     return structure.unflatten([t.to(device, copy=copy) for t in tensors])
+
+
+def _apart(tensors: Sequence[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
+    """Detached, and copied where they share the memory of a received message (a layer that passes it on): that is soon used for
+    another.
+    """
+    taken = {t.untyped_storage().data_ptr() for t in received}
+    return [t.detach().clone() if t.untyped_storage().data_ptr() in taken else t.detach() for t in tensors]
 
 
 def _described(value: Any) -> str:

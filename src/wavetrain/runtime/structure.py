@@ -5,7 +5,9 @@ A :class:`Structure` is plain data, so that a rank can tell its neighbour once w
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +46,11 @@ class Structure:
     nesting: Any
     """An int for a tensor (its place in the flat list), {"tuple" | "list": [...]}, {"dict": {...}} or {"value": ...}."""
     leaves: tuple[Leaf, ...]
+
+    @functools.cached_property
+    def num_bytes(self) -> tuple[int, ...]:
+        """Of every tensor."""
+        return tuple(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Put ``tensors`` back to where :func:`flatten` took them from."""

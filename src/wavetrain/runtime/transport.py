@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -26,7 +27,8 @@ from wavetrain.runtime.program import Parcel
 from wavetrain.runtime.structure import Structure
 
 
-class Arrived(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Arrived:
     """A received message."""
 
     tensors: list[Tensor]
@@ -51,7 +53,7 @@ class Transport(Protocol):
     def arrived(self, target: int, count: int) -> None:
         """The first ``count`` messages of this step to ``target`` have arrived: let their memory go."""
 
-    def release(self, tensors: Sequence[Tensor]) -> None:
+    def release(self, message: Arrived) -> None:
         """Give the memory of a received message back for later ones."""
 
     def finish(self) -> None:
@@ -114,8 +116,8 @@ class DistributedTransport:
     def arrived(self, target: int, count: int) -> None:
         self._jobs.append((self._do_close, (target, count)))
 
-    def release(self, tensors: Sequence[Tensor]) -> None:
-        self._jobs.append((self._do_release, (tensors,)))
+    def release(self, message: Arrived) -> None:
+        self._jobs.append((self._do_release, (message.tensors,)))
 
     def flush(self) -> None:
         self._courier.check()
