@@ -1,7 +1,7 @@
 """Real compute: a GPT of about 30 M parameters on two ranks of one thread, against torch.distributed.pipelining and one process.
 
 Every side trains the same model on the same batches with the same AdamW, cut into stages alike; a step is forward, backward and
-optimizer. Each case runs in processes of its own, so that the peak of its memory is its own.
+optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ OURS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("1f1b", {}),
     ("interleaved", {"stages_per_rank": 2}),
     ("zbv", {}),
+    ("zb-h1", {}),
+    ("zb-h2", {}),
     ("zb-wave", {"waves": 1}),
     ("zb-wave", {"waves": 2}),
 )
@@ -49,19 +51,12 @@ TORCH: dict[str, tuple[str, str, dict[str, Any]]] = {
 def run(quick: bool) -> Report:
     """Throughput and memory."""
     shape = _shape(quick)
-    rounds = 1 if quick else 2
-    alone: list[float] = []
-    ours: dict[str, list[dict[str, Any]]] = {}
-    torchs: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(rounds):  # sides take turns
-        alone += launch(_one_process, ranks=1, args=(shape,))["seconds"]
-        for name, options in OURS[:2] if quick else OURS:
-            label = name + "".join(f", {k} = {v}" for k, v in options.items())
-            ours.setdefault(label, []).append(launch(_ours, ranks=RANKS, args=(shape, name, options)))
-        for name in list(TORCH)[:1] if quick else TORCH:
-            torchs.setdefault(name, []).append(launch(_torch, ranks=RANKS, args=(shape, name)))
-    one = statistics.median(alone)
-    mine, theirs = {k: _median(v) for k, v in ours.items()}, {k: _median(v) for k, v in torchs.items()}
+    ours = {_label(name, given): (name, given) for name, given in OURS[: 2 if quick else None]}
+    peers = list(TORCH)[: 1 if quick else None]
+    seconds = launch(_contest, ranks=RANKS, args=(shape, ours, peers))
+    one = statistics.median(seconds.pop("one process"))
+    mine = {label: statistics.median(seconds[f"ours, {label}"]) for label in ours}
+    theirs = {name: statistics.median(seconds[f"torch, {name}"]) for name in peers}
     best_torch, best_ours = min(theirs, key=theirs.__getitem__), min(mine, key=mine.__getitem__)
     tokens = shape["batch"] * shape["seq"]
     rows = [
@@ -70,10 +65,10 @@ def run(quick: bool) -> Report:
         ),
         _ratio(f"ours ({best_ours}) against one process, one thread", 0.0 if quick else 1.7, one, mine[best_ours], limit=RANKS),
     ]
-    for label, found in ours.items():
-        name = label.split(",")[0]
-        if name in torchs:
-            peak, peer = _peak(found), _peak(torchs[name])
+    for label, (name, given) in ours.items():
+        if name in peers:
+            peak = launch(_peaks_ours, ranks=RANKS, args=(shape, name, given))
+            peer = launch(_peaks_torch, ranks=RANKS, args=(shape, name))
             pairs = " / ".join(f"{p:.0f}" for p in peak), " / ".join(f"{p:.0f}" for p in peer)
             rows.append(
                 Row(
@@ -91,23 +86,23 @@ def run(quick: bool) -> Report:
         name="real_compute",
         claim=f"GPT of {count:.1f} M parameters, P = {RANKS}, B = {shape['micro_batches']}, {tokens} tokens a step, fp32.",
         rows=tuple(rows),
-        notes=("Peak memory: the kernel's high-water mark of a rank's resident set, weights and optimizer included.",),
+        notes=(
+            f"Medians of {shape['steps']} steps. All sides live in the same two processes and take turns step by step: the "
+            "machine's mood meets them all alike. Where one process trains alone, the other waits.",
+            "Peak memory: in processes of their own, the kernel's high-water mark of a rank's resident set, with weights and "
+            "optimizer.",
+        ),
     )
+
+
+def _label(name: str, options: dict[str, Any]) -> str:
+    return name + "".join(f", {k} = {v}" for k, v in options.items())
 
 
 def _shape(quick: bool) -> dict[str, int]:
     if quick:
         return {"layers": 4, "hidden": 64, "heads": 4, "batch": 8, "seq": 32, "micro_batches": 4, "steps": 2}
-    return {"layers": 10, "hidden": 512, "heads": 8, "batch": 16, "seq": 128, "micro_batches": 8, "steps": 5}
-
-
-def _median(runs: list[dict[str, Any]]) -> float:
-    return float(statistics.median(s for run in runs for s in run["seconds"]))
-
-
-def _peak(runs: list[dict[str, Any]]) -> list[float]:
-    """Of every rank, the least over the rounds: what the case needs, without the operating system's chance."""
-    return [min(run["peaks"][rank] for run in runs) for rank in range(RANKS)]
+    return {"layers": 10, "hidden": 512, "heads": 8, "batch": 16, "seq": 128, "micro_batches": 8, "steps": 7}
 
 
 def _ratio(case: str, target: float, other: float, ours: float, limit: float | None = None) -> Row:
@@ -143,76 +138,95 @@ def _batch(shape: dict[str, int]) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _timed(shape: dict[str, int], parameters: list[nn.Parameter], step: Callable[[], object]) -> dict[str, Any]:
-    """Seconds of every step after one that does not count, and the peak of every rank's memory in MiB."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    seconds = []
+def _contest(shape: dict[str, int], ours: dict[str, tuple[str, dict[str, Any]]], peers: list[str]) -> dict[str, list[float]]:
+    """Seconds of every step of every side, the first of each left out."""
+    torch.set_num_threads(1)
+    join()
+    sides: dict[str, Callable[[], object]] = {"one process": _one_process(shape) if dist.get_rank() == 0 else lambda: None}
+    sides |= {f"ours, {label}": _ours(shape, name, given) for label, (name, given) in ours.items()}
+    sides |= {f"torch, {name}": _torch(shape, name) for name in peers}
+    seconds: dict[str, list[float]] = {label: [] for label in sides}
     for _ in range(shape["steps"] + 1):
-        _barrier()
-        start = time.monotonic()
+        for label, step in sides.items():
+            dist.barrier()
+            start = time.monotonic()
+            step()
+            dist.barrier()
+            seconds[label].append(time.monotonic() - start)
+    return {label: found[1:] for label, found in seconds.items()}
+
+
+def _peaks_ours(shape: dict[str, int], name: str, options: dict[str, Any]) -> list[float]:
+    torch.set_num_threads(1)
+    return _peaks(_ours(shape, name, options))
+
+
+def _peaks_torch(shape: dict[str, int], name: str) -> list[float]:
+    torch.set_num_threads(1)
+    join()
+    return _peaks(_torch(shape, name))
+
+
+def _peaks(step: Callable[[], object]) -> list[float]:
+    """MiB of every rank at its highest, after three steps."""
+    for _ in range(3):
         step()
-        optimizer.step()
-        optimizer.zero_grad()
-        _barrier()
-        seconds.append(time.monotonic() - start)
     status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
     peaks = torch.zeros(RANKS, dtype=torch.float64)
-    if dist.is_initialized():
-        peaks[dist.get_rank()] = int(status.split()[0]) / 1024
-        dist.all_reduce(peaks)
-    return {"seconds": seconds[1:], "peaks": peaks.tolist()}
+    peaks[dist.get_rank()] = int(status.split()[0]) / 1024
+    dist.all_reduce(peaks)
+    return list(peaks.tolist())
 
 
-def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+def _with_optimizer(parameters: Iterable[nn.Parameter], compute: Callable[[], object]) -> Callable[[], object]:
+    """A whole step: ``compute`` the gradients, change the weights."""
+    optimizer = torch.optim.AdamW(list(parameters), lr=1e-4)
+
+    def step() -> None:
+        compute()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
-def _one_process(shape: dict[str, int]) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def _one_process(shape: dict[str, int]) -> Callable[[], object]:
     model, (inputs, targets) = _model(shape), _batch(shape)
     number = shape["micro_batches"]
 
-    def step() -> None:
+    def compute() -> None:
         for x, y in zip(inputs.chunk(number), targets.chunk(number), strict=True):
             torch.autograd.backward(_loss(model(x), y) / number)
 
-    return _timed(shape, list(model.parameters()), step)
+    return _with_optimizer(model.parameters(), compute)
 
 
-def _ours(shape: dict[str, int], name: str, options: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def _ours(shape: dict[str, int], name: str, options: dict[str, Any]) -> Callable[[], object]:
     pipe = Pipeline(_model(shape), schedule=name, num_micro_batches=shape["micro_batches"], loss_fn=_loss, **options)
     inputs, targets = _batch(shape)
-    return _timed(shape, list(pipe.parameters()), lambda: pipe.step(inputs, targets))
+    return _with_optimizer(pipe.parameters(), lambda: pipe.step(inputs, targets))
 
 
-def _torch(shape: dict[str, int], name: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    join()
-    rank = dist.get_rank()
+def _torch(shape: dict[str, int], name: str) -> Callable[[], object]:
     kind, like, options = TORCH[name]
     number = shape["micro_batches"]
     schedule = build(like, num_ranks=RANKS, num_micro_batches=number, **options)
     layers = list(_model(shape))
     cut = cut_layers(layers, schedule)
+    rank, device = dist.get_rank(), torch.device("cpu")
     stages = [
-        pipelining.PipelineStage(nn.Sequential(*(layers[i] for i in cut[s])), s, schedule.num_stages, torch.device("cpu"))
+        pipelining.PipelineStage(nn.Sequential(*(layers[i] for i in cut[s])), s, schedule.num_stages, device)
         for s, home in enumerate(schedule.placements[0])
         if home == rank
     ]
-    parameters = [p for stage in stages for p in stage.submod.parameters()]
-    del layers
     one_stage = kind == "Schedule1F1B"
     runner = getattr(pipelining, kind, None) or getattr(pipelining.schedules, kind)
     steps = runner(stages[0] if one_stage else stages, n_microbatches=number, loss_fn=_loss)
     inputs, targets = _batch(shape)
-    has_first, has_last = any(s.is_first for s in stages), any(s.is_last for s in stages)
-
-    def step() -> None:
-        steps.step(*((inputs,) if has_first else ()), **({"target": targets} if has_last else {}))
-
-    return _timed(shape, parameters, step)
+    given = (inputs,) if any(s.is_first for s in stages) else ()
+    wanted = {"target": targets} if any(s.is_last for s in stages) else {}
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    return _with_optimizer(parameters, lambda: steps.step(*given, **wanted))
 
 
 if __name__ == "__main__":
