@@ -22,8 +22,8 @@ from .command import ENVIRONMENT, PATIENCE, answer, answer_json, run, start
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-SHAPE = ("--layers", 3, "--hidden", 16, "--heads", 2, "--seq", 16)
-PLAN = ("--waves", 1, "--micro-batches", 4, "--batch", 8, "--checkpoint-every", 3, "--validate-every", 0, "--warmup", 2)
+SHAPE = ("--layers", 6, "--hidden", 16, "--heads", 2, "--seq", 16)
+PLAN = ("--waves", 2, "--micro-batches", 4, "--batch", 8, "--checkpoint-every", 3, "--validate-every", 0, "--warmup", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def stopped_after_three(trained: Path, folder: Path) -> Path:
 def test_what_is_in_the_checkpoint(trained: Path) -> None:
     verify(trained / "checkpoints")
     extra = read_extra(trained / "checkpoints")
-    assert (extra["step"], extra["data_position"], extra["model"]["num_layers"], extra["config"]["waves"]) == (6, 6, 3, 1)
+    assert (extra["step"], extra["data_position"], extra["model"]["num_layers"], extra["config"]["waves"]) == (6, 6, 6, 2)
     assert (trained / "timeline.html").read_text().count('"source":"') == 2
 
 
@@ -71,13 +71,22 @@ def test_the_same_plan_goes_on_to_the_bit(trained: Path, tmp_path: Path) -> None
     assert losses(copy) == losses(trained)
 
 
-def test_another_plan_goes_on_alike(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (("--ranks", 4, "--waves", 1), "4 pipeline ranks, zb-wave"),
+        (("--ranks", 1, "--schedule", "1f1b"), "1 pipeline ranks, 1f1b"),
+        (("--ranks", 4, "--dp", 2, "--micro-batches", 2), "2 pipeline ranks, zb-wave"),
+    ],
+    ids=["P=4 W=1", "P=1", "dp=2"],
+)
+def test_another_plan_goes_on_alike(trained: Path, tmp_path: Path, plan: tuple[object, ...], told: str) -> None:
+    """Saved by two ranks in two waves; the losses are those of the run that was never stopped."""
     copy = stopped_after_three(trained, tmp_path)
-    said = answer("train", "--out", copy, "--resume", "--ranks", 1, "--schedule", "1f1b")
-    assert "1 pipeline ranks, 1f1b" in said
-    assert "from step 3" in said
-    assert "bubble" in said
-    assert losses(copy) == pytest.approx(losses(trained), abs=1e-5)
+    said = answer("train", "--out", copy, "--resume", *plan)
+    for phrase in (told, "from step 3", "bubble"):
+        assert phrase in said
+    assert losses(copy) == pytest.approx(losses(trained), abs=1e-6)
 
 
 def test_a_run_that_diverges(tmp_path: Path) -> None:
