@@ -76,7 +76,7 @@ def test_the_same_plan_goes_on_to_the_bit(trained: Path, tmp_path: Path) -> None
     [
         (("--ranks", 4, "--waves", 1), "4 pipeline ranks, zb-wave"),
         (("--ranks", 1, "--schedule", "1f1b"), "1 pipeline ranks, 1f1b"),
-        (("--ranks", 4, "--dp", 2, "--micro-batches", 2), "2 pipeline ranks, zb-wave"),
+        (("--ranks", 4, "--dp", 2, "--micro-batches", 2), "2 pipeline ranks, dp 2, zb-wave"),
     ],
     ids=["P=4 W=1", "P=1", "dp=2"],
 )

@@ -16,7 +16,7 @@ from wavetrain.cli.common import Count, Flag, Name, Names, Number, Output, print
 from wavetrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from wavetrain.runtime.train_config import TrainConfig
+    from wavetrain.runtime.train.config import TrainConfig
     from wavetrain.schedule.timeline import Timeline
 
 Folder: TypeAlias = Annotated[Optional[str], tyro.conf.arg(metavar="DIR", help_behavior_hint="")]  # noqa: UP045
@@ -139,7 +139,7 @@ class Train(Output):
     def run(self) -> int:
         """Train, and print what came of it."""
         config = self._config()
-        from wavetrain.runtime.trainer import run
+        from wavetrain.runtime.train.trainer import run
 
         try:
             result = run(config, draw=draw_run)
@@ -158,7 +158,7 @@ class Train(Output):
         return 130
 
     def _config(self) -> TrainConfig:
-        from wavetrain.runtime.train_config import merge_settings, read_plan, saved_settings
+        from wavetrain.runtime.train.config import merge_settings, read_plan, saved_settings
 
         said = self.settings.given()
         wanted = {**(read_plan(self.plan) if self.plan is not None else {}), **said}
@@ -194,7 +194,7 @@ def draw_run(
 def _saved(directory: Path) -> Mapping[str, Any]:
     """The settings of the newest checkpoint that can be read."""
     from wavetrain.runtime.checkpoint import read_extra
-    from wavetrain.runtime.checkpoint_folders import checkpoints
+    from wavetrain.runtime.checkpoint.folders import checkpoints
 
     found = checkpoints(directory)
     problem: CheckpointError | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wavetrain.errors import CheckpointError
-from wavetrain.runtime.checkpoint_files import Manifest, StoredTensor
+from wavetrain.runtime.checkpoint.files import Manifest, StoredTensor
 
 # how a step is computed, not what: the optimizer that is loaded into keeps its own
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})

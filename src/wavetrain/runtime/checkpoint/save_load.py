@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from wavetrain.errors import CheckpointError, InputError
-from wavetrain.runtime.checkpoint_files import (
+from wavetrain.runtime.checkpoint.files import (
     Entry,
     Manifest,
     check_files,
@@ -36,8 +36,8 @@ from wavetrain.runtime.checkpoint_files import (
     read_tensor,
     write_safetensors,
 )
-from wavetrain.runtime.checkpoint_folders import candidates, checkpoints, draft_of, folder_of, prune, tidy
-from wavetrain.runtime.checkpoint_state import (
+from wavetrain.runtime.checkpoint.folders import candidates, checkpoints, draft_of, folder_of, prune, tidy
+from wavetrain.runtime.checkpoint.state import (
     OptimizerLoad,
     Scheduler,
     from_plain,
@@ -51,8 +51,8 @@ from wavetrain.runtime.checkpoint_state import (
     some,
     to_plain,
 )
-from wavetrain.runtime.checkpoint_storage import Reader, Writer, load_tensors, save_tensors
-from wavetrain.runtime.checkpoint_team import Ranks, Team, describe, failures_of
+from wavetrain.runtime.checkpoint.storage import Reader, Writer, load_tensors, save_tensors
+from wavetrain.runtime.checkpoint.team import Ranks, Team, describe, failures_of
 
 PathLike: TypeAlias = str | os.PathLike[str]
 

@@ -33,9 +33,9 @@ from wavetrain.runtime.checkpoint import (
     save,
     verify,
 )
-from wavetrain.runtime.checkpoint_files import MANIFEST, Manifest, read_manifest
-from wavetrain.runtime.checkpoint_folders import draft_of, folder_of
-from wavetrain.runtime.checkpoint_storage import Reader, Writer, load_tensors
+from wavetrain.runtime.checkpoint.files import MANIFEST, Manifest, read_manifest
+from wavetrain.runtime.checkpoint.folders import draft_of, folder_of
+from wavetrain.runtime.checkpoint.storage import Reader, Writer, load_tensors
 
 
 class Pipe:
@@ -439,14 +439,14 @@ def test_damage_is_found_and_only_then_is_another_used(kind: str, tmp_path: Path
 
 
 def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
-    from wavetrain.runtime import checkpoint_files
+    from wavetrain.runtime.checkpoint import files
 
     _, pipe = make()
     folder = save(tmp_path, pipe)
     text = (folder / MANIFEST).read_text().replace("model-00000.safetensors", "../model-00000.safetensors")
     body = json.loads(text)
     del body["sha256"]
-    (folder / MANIFEST).write_text(json.dumps({"sha256": checkpoint_files._digest(body), **body}))
+    (folder / MANIFEST).write_text(json.dumps({"sha256": files._digest(body), **body}))
     with pytest.raises(CheckpointError, match=r"does not hold what a manifest should.*\.\./model"):
         load(tmp_path, pipe)
 

@@ -13,8 +13,8 @@ import warnings
 from pathlib import Path
 
 from wavetrain.errors import CheckpointError
-from wavetrain.runtime.checkpoint_files import MANIFEST
-from wavetrain.runtime.checkpoint_team import describe
+from wavetrain.runtime.checkpoint.files import MANIFEST
+from wavetrain.runtime.checkpoint.team import describe
 
 _STEP = re.compile(r"step-(\d{8,})")
 

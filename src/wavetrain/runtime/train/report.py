@@ -10,8 +10,8 @@ from typing import Any
 
 from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.mesh import Mesh
-from wavetrain.runtime.metrics import read_metrics
 from wavetrain.runtime.trace import clock_offset, gather_moments, measured_timeline
+from wavetrain.runtime.train.metrics import read_metrics
 from wavetrain.schedule.costs import Costs, square
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.simulator import simulate

@@ -15,14 +15,15 @@ import torch
 
 from wavetrain.cli.train import Settings, draw_run
 from wavetrain.errors import CheckpointError, DivergedError, InputError, UnknownNameError
-from wavetrain.runtime import checkpoint, train_setup
-from wavetrain.runtime.generate import generate_text, load_model, sample
-from wavetrain.runtime.metrics import MetricsFile, read_metrics
-from wavetrain.runtime.progress import clock
-from wavetrain.runtime.train_config import TrainConfig, merge_settings, read_plan, saved_settings
-from wavetrain.runtime.train_report import measured_costs
-from wavetrain.runtime.train_setup import lr_factor, prepare
-from wavetrain.runtime.trainer import train
+from wavetrain.runtime import checkpoint
+from wavetrain.runtime.train import setup
+from wavetrain.runtime.train.config import TrainConfig, merge_settings, read_plan, saved_settings
+from wavetrain.runtime.train.generate import generate_text, load_model, sample
+from wavetrain.runtime.train.metrics import MetricsFile, read_metrics
+from wavetrain.runtime.train.progress import clock
+from wavetrain.runtime.train.report import measured_costs
+from wavetrain.runtime.train.setup import lr_factor, prepare
+from wavetrain.runtime.train.trainer import train
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import build
 from wavetrain.schedule.simulator import simulate
@@ -150,7 +151,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_call: int) -> None:
         calls.append(1)
         return honest(*arguments) * (math.nan if len(calls) == at_call else 1.0)
 
-    monkeypatch.setattr(train_setup, "cross_entropy", loss)
+    monkeypatch.setattr(setup, "cross_entropy", loss)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

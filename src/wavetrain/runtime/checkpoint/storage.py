@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from wavetrain.errors import CheckpointError
-from wavetrain.runtime.checkpoint_files import (
+from wavetrain.runtime.checkpoint.files import (
     Chunk,
     Entry,
     Manifest,
@@ -45,7 +45,7 @@ from wavetrain.runtime.checkpoint_files import (
     write_manifest,
     write_safetensors,
 )
-from wavetrain.runtime.checkpoint_folders import draft_of, replaced_of
+from wavetrain.runtime.checkpoint.folders import draft_of, replaced_of
 
 
 class Writer(StorageWriter):

@@ -32,17 +32,17 @@ from wavetrain.models.registry import build_model
 from wavetrain.runtime import checkpoint
 from wavetrain.runtime.blackbox import Phase, Recorder
 from wavetrain.runtime.executor import Moment
-from wavetrain.runtime.generate import generate_text
 from wavetrain.runtime.launch import launch
 from wavetrain.runtime.mesh import Mesh
-from wavetrain.runtime.metrics import METRICS_FILE, Sink, open_sinks
 from wavetrain.runtime.pipeline import Pipeline
-from wavetrain.runtime.progress import Display, open_display
 from wavetrain.runtime.scaling import LossScale
-from wavetrain.runtime.stopping import StopRequest, clear_stop, ctrl_c_stops
-from wavetrain.runtime.train_config import TrainConfig
-from wavetrain.runtime.train_report import gather_timelines, loss_curves, step_figures
-from wavetrain.runtime.train_setup import lr_factor, make_optimizer, open_batches, prepare, token_loss
+from wavetrain.runtime.train.config import TrainConfig
+from wavetrain.runtime.train.generate import generate_text
+from wavetrain.runtime.train.metrics import METRICS_FILE, Sink, open_sinks
+from wavetrain.runtime.train.progress import Display, open_display
+from wavetrain.runtime.train.report import gather_timelines, loss_curves, step_figures
+from wavetrain.runtime.train.setup import lr_factor, make_optimizer, open_batches, prepare, token_loss
+from wavetrain.runtime.train.stopping import StopRequest, clear_stop, ctrl_c_stops
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.timeline import Timeline
 

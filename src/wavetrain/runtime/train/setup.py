@@ -16,10 +16,10 @@ from wavetrain.data.tokens import open_data
 from wavetrain.errors import InputError
 from wavetrain.models.registry import build_model
 from wavetrain.runtime import checkpoint
-from wavetrain.runtime.metrics import check_loggers
 from wavetrain.runtime.partition import cut_layers
 from wavetrain.runtime.pipeline import Pipeline
-from wavetrain.runtime.train_config import TrainConfig
+from wavetrain.runtime.train.config import TrainConfig
+from wavetrain.runtime.train.metrics import check_loggers
 from wavetrain.schedule.families import FAMILIES, NAMES, build
 from wavetrain.schedule.files import load
 from wavetrain.schedule.proof import prove
