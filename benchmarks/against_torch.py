@@ -68,7 +68,7 @@ def run(quick: bool) -> Report:
             "step, torch's run one after the other in one set of processes, with 2, 3 and 4 stages a rank where they loop.",
             f"Then the {NUM_LEADING} fastest of either side run {ROUNDS} times more, the sides in turns, so that the machine's "
             "mood meets both: of these steps are the medians that decide which side is how much faster.",
-            "Prediction: simulated with the hop measured in the same run; nothing else is added.",
+            "Prediction: simulated with the hop measured in the warm-up steps of the same run; nothing else is added.",
         ),
     )
 

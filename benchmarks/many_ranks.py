@@ -31,7 +31,7 @@ def run(quick: bool) -> Report:
         name="many_ranks",
         claim=f"F = I = W = {SECONDS * 1000:.0f} ms a rank and micro-batch, messages of {MESSAGE[0]}×{MESSAGE[1]} floats.",
         rows=tuple(rows),
-        notes=("Simulated with the hop measured between two ranks in the same run.",),
+        notes=("Simulated with the hop measured in the warm-up steps of the same run.",),
     )
 
 

@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"unknown benchmark {name!r}; known: {', '.join(NAMES)}")
     missed = 0
     for name in given.names or NAMES:
+        print(f"{name} …", file=sys.stderr, flush=True)
         report, seconds = timed(importlib.import_module(f"benchmarks.{name}").run, given.quick)
         text = report.markdown(seconds=seconds)
         print(text, flush=True)

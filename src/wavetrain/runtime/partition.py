@@ -32,6 +32,8 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
                 f"and {schedule.name} on {schedule.num_ranks} ranks has {num_stages} stages, each with at least one layer"
             )
         return [range(a, b) for a, b in pairwise([0, *accumulate(counts)])]
+    if not layers:
+        raise InputError("the model has no layers")
     if len(layers) < num_stages:
         most = len(layers) // schedule.num_ranks
         advice = f"at most {most} stages a rank fit" if most else f"at most {len(layers)} ranks fit"
