@@ -156,3 +156,16 @@ def test_a_neighbour_that_is_gone_is_named(side: int) -> None:
         receiver.receive(forward(1))
     with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during F of stage 0, micro-batch 1"):
         send(sender, forward(1), torch.zeros(side, side))
+
+
+def test_an_empty_message_needs_no_one_to_take_it() -> None:
+    """As where the first stage takes no gradient: it does not wait for any, and may be gone."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX)
+    sender, receiver = LocalTransport({1: mine}, {}, 0, 30.0), LocalTransport({}, {0: theirs}, 1, 30.0)
+    for i in range(2):
+        receiver.post(forward(i), "k")
+    send(sender, forward(0), [])
+    assert receiver.receive(forward(0)).tensors == receiver.receive(forward(1)).tensors == []
+    theirs.shutdown(socket.SHUT_RDWR)
+    send(sender, forward(1), [])
+    sender.finish()

@@ -216,7 +216,7 @@ class Own(nn.Sequential):
         (nn.Linear(2, 2), "the model is a Linear; a pipeline needs an nn.Sequential"),
         (Own(nn.Linear(2, 2)), r"Own has a forward\(\) of its own"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "the model has 2 layers, but zb-wave on 1 ranks has 4 stages"),
-        (nn.Sequential(), "the model has 0 layers"),
+        (nn.Sequential(), "the model has no layers"),
     ],
 )
 def test_models_that_cannot_be_cut(model: Any, problem: str) -> None:
@@ -275,3 +275,50 @@ def test_no_loss() -> None:
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(InputError, match=r"needs a loss: give Pipeline a loss_fn\(output, target\)"):
             call(*tokens(0))
+
+
+class Fourier(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = torch.fft.fft(x)
+        return changed
+
+
+class Back(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = torch.fft.ifft(x * 1j).imag
+        return changed
+
+
+@pytest.mark.parametrize("schedule", ["hanayo", "zb-wave"])
+def test_recompute_changes_nothing_that_can_be_seen(schedule: str) -> None:
+    """Complex numbers between stages take gradients; what layers count and average in a forward pass is counted once."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral, Fourier(), Back(), nn.Linear(8, 8))
+        pipe = Pipeline(
+            model,
+            schedule=schedule,
+            waves=1,
+            cut=(4, 2),
+            num_micro_batches=4,
+            loss_fn=nn.functional.mse_loss,
+            recompute=recompute,
+        )
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) + 3
+        pipe.step(x, x)
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        found.append((gradients, {name: b.clone() for name, b in pipe.named_buffers()}))
+    for plain, again in zip(*found, strict=True):
+        assert plain.keys() == again.keys()
+        for name, value in plain.items():
+            assert value is not None
+            assert again[name] is not None
+            assert torch.equal(value, again[name]), name
+
+
+def test_inputs_and_targets_must_be_as_many() -> None:
+    pipe = Pipeline(nn.Sequential(nn.Linear(8, 8)), num_micro_batches=4, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(InputError, match="inputs hold 8 samples, targets 6"):
+        pipe.step(torch.zeros(8, 8), torch.zeros(6, 8))

@@ -73,6 +73,8 @@ class _Outgoing:
             pieces.append(_bytes_of(ready, count))
             kept.append(ready)
             total += count
+        if not total:  # nor does the receiver wait for it: it may be done and gone
+            return
         if self._num_queued == self._num_done:  # nothing waits: try at once
             try:
                 count = self._end.sendmsg(pieces, (), socket.MSG_DONTWAIT)

@@ -36,6 +36,11 @@ def split_batch(batch: Any, number: int, what: str) -> list[Any]:
     return [structure.unflatten([p[m] for p in parts]) for m in range(number)]
 
 
+def num_samples(batch: Any) -> int:
+    """The size of a batch along the first dim of its tensors, which :func:`split_batch` has found to be one."""
+    return int(flatten(batch, "a batch")[0][0].shape[0])
+
+
 def shape_key(micro_batch: Any) -> Hashable:
     """What stands for the shape of a micro-batch: equal for those that look alike to every layer."""
     tensors, structure = flatten(micro_batch, "inputs")

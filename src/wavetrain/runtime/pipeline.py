@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from wavetrain.runtime.blackbox import Phase, Recorder
 from wavetrain.runtime.executor import Executor, Moment
 from wavetrain.runtime.local import open_transport
 from wavetrain.runtime.mesh import Mesh
-from wavetrain.runtime.micro_batches import count_targets, shape_key, split_batch
+from wavetrain.runtime.micro_batches import count_targets, num_samples, shape_key, split_batch
 from wavetrain.runtime.partition import cut_layers, layer_costs
 from wavetrain.runtime.program import Program, compile_program, forward_only
 from wavetrain.runtime.reduction import Reducer
@@ -97,6 +99,7 @@ class Pipeline:
         if beyond:
             raise InputError(f"recompute names stage {beyond[0]}, but the stages are 0 … {len(self.stages) - 1}")
         self.seed, self.num_steps = seed, 0
+        _require_agreement(self.mesh, model, self.schedule, self.stages)
         rank = self.mesh.pp_rank
         axes = self.mesh.axes
         divide = (lambda layer: parallelize_layer(layer, axes["tp"])) if tp > 1 and axes is not None else None
@@ -206,6 +209,10 @@ class Pipeline:
         number = self.schedule.num_micro_batches
         given = split_batch(inputs, number, "inputs")
         wanted = split_batch(targets, number, "targets") if targets is not None else [None] * number
+        if targets is not None and not isinstance(inputs, list) and not isinstance(targets, list):
+            samples, answers = num_samples(inputs), num_samples(targets)
+            if samples != answers:
+                raise InputError(f"inputs hold {samples} samples, targets {answers}; they are split alike and must be as many")
         counts = [float(self._count_fn(t)) if t is not None else 1.0 for t in wanted]
         total = torch.tensor([sum(counts)], dtype=torch.float64)
         replicas = self.mesh.group("dp")
@@ -239,6 +246,23 @@ class Pipeline:
 
     def _stage_done(self, route: int, stage: int) -> None:
         self._reducer.stage_done(self._workers[route, stage].parameters)
+
+
+def _require_agreement(mesh: Mesh, model: nn.Module, schedule: Schedule, stages: Sequence[range]) -> None:
+    """Refuse ranks that were given different things: they would compute something, but nothing that makes sense."""
+    if mesh.world_size == 1:
+        return
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in chain(model.named_parameters(), model.named_buffers())]
+    given = {"model": shapes, "schedule": (schedule.placements, schedule.actions), "cut": stages}
+    mine = torch.tensor(
+        [int.from_bytes(hashlib.sha256(repr(part).encode()).digest()[:7], "big") for part in given.values()], device=mesh.device
+    )
+    everyone = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+    dist.all_gather(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for what, same in zip(given, (theirs == everyone[0]).tolist(), strict=True):
+            if not same:
+                raise InputError(f"rank {rank} was given another {what} than rank 0; all ranks must be given the same")
 
 
 class _TotalLoss:

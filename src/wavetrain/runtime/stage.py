@@ -78,6 +78,8 @@ class _Held:
     """Which of the gradients that come back belong to ``roots``; all others are of no use."""
     saved: Saved | None = None
     """What autograd keeps, where the backward will be split."""
+    buffers: list[Tensor] = field(default_factory=list)
+    """What the layers' buffers held before the forward pass, where it will be run again."""
     late: LateWeights | None = None
 
 
@@ -137,6 +139,8 @@ class Stage:
         if data.training:
             self._held[micro_batch] = held
         if not data.training or self.recompute:
+            if data.training:
+                held.buffers = [b.clone() for b in self._buffers()]
             with torch.no_grad():
                 value, _ = self._compute(micro_batch, held)
             if self.last:
@@ -241,6 +245,14 @@ class Stage:
             data.on_loss()
         return [loss] if counts else []
 
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for _, layer in self.layers for buffer in layer.buffers()]
+
+    def _set_buffers(self, values: Sequence[Tensor]) -> None:
+        """Layers that count or average (BatchNorm) do so in every forward pass, but one that is run again is still the same."""
+        for buffer, value in zip(self._buffers(), values, strict=True):
+            buffer.data.copy_(value)  # not seen by autograd, which may have saved the buffer
+
     def _keep_roots(self, held: _Held, tensors: Sequence[Tensor], structure: Structure) -> None:
         """Keep where gradients of the outputs will flow in, but not the outputs themselves."""
         flowing = [t for t, leaf in zip(tensors, structure.leaves, strict=True) if leaf.requires_grad]
@@ -251,7 +263,10 @@ class Stage:
         """What the backward pass starts from; with recompute, after the forward pass was run again."""
         held = self._held[micro_batch]
         if self.recompute:
+            now = [b.clone() for b in self._buffers()]
+            self._set_buffers(held.buffers)
             value, held.inputs = self._compute(micro_batch, held)
+            self._set_buffers(now)
             if self.last:
                 held.roots, held.grad_outputs = edges_of(self._take_loss(micro_batch, value)), [0]
             else:
@@ -272,7 +287,9 @@ class Stage:
 
     def _as_if_tracked(self, structure: Structure) -> Structure:
         """With recompute the forward pass is not tracked; what takes a gradient is then known from types alone."""
-        leaves = tuple(leaf._replace(requires_grad=leaf.dtype.is_floating_point) for leaf in structure.leaves)
+        leaves = tuple(
+            leaf._replace(requires_grad=leaf.dtype.is_floating_point or leaf.dtype.is_complex) for leaf in structure.leaves
+        )
         return Structure(structure.nesting, leaves)
 
     def _is_turn(self, micro_batch: int) -> bool:
