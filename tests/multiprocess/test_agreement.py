@@ -34,6 +34,24 @@ def test_ranks_that_disagree_are_told(what: str) -> None:
         wt.launch(disagree, ranks=2, args=(what,))
 
 
+def do_different_things(what: str) -> None:
+    rank = int(os.environ["RANK"])
+    pipe = wt.Pipeline(layers(4), schedule="1f1b", num_micro_batches=4, loss_fn=nn.functional.mse_loss)
+    x = torch.ones(8, 8)
+    pipe.step(x, x)
+    if what == "method":
+        (pipe.step, pipe.evaluate)[rank](x, x)
+    else:
+        x = x[: (4, 8)[rank]]
+        pipe.step(x, x)
+
+
+@pytest.mark.parametrize("what", ["method", "batch"])
+def test_ranks_that_do_different_things_are_told(what: str) -> None:
+    with pytest.raises(RankFailedError, match=r"rank \d waited for .* same shapes and call the same methods"):
+        wt.launch(do_different_things, ranks=2, args=(what,))
+
+
 def train_the_end_only() -> float:
     torch.set_num_threads(1)
     model = layers(4)

@@ -169,3 +169,22 @@ def test_an_empty_message_needs_no_one_to_take_it() -> None:
     theirs.shutdown(socket.SHUT_RDWR)
     send(sender, forward(1), [])
     sender.finish()
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["first of its shape", "known shape"])
+@pytest.mark.parametrize(
+    ("sent", "key"), [(forward(3), "k"), (forward(1, stage=2), "k"), (forward(1), "other")], ids=["micro-batch", "stage", "batch"]
+)
+def test_ranks_that_do_different_things_are_told_so(pair: Pair, sent: Parcel, key: object, seen: bool) -> None:
+    """The messages are of one size: only the tag tells them apart."""
+    if seen:
+        for first, its_key in {(forward(0), "k"), (Parcel("F", sent.stage, 0, 0, 1), key)}:
+            pair[1].post(first, its_key)
+            send(pair[0], first, torch.zeros(4), its_key)
+            pair[1].receive(first)
+    pair[1].post(forward(1), "k")
+    send(pair[0], sent, torch.zeros(4), key)
+    with pytest.raises(
+        InputError, match=r"rank 1 waited for F of stage 0, micro-batch 1, and rank 0 sent F of stage .* same shapes"
+    ):
+        pair[1].receive(forward(1))

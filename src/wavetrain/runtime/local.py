@@ -4,9 +4,10 @@ Gloo knows TCP only: on one machine a message passes the loopback device, an eve
 Unix socket takes it from the sender's memory to the receiver's with one wake-up. Every channel (one direction between two
 ranks) is a socket of its own, so its order is the order of its bytes:
 
-    [length (8 bytes)  structure (JSON)]  tensors, one after another
+    tag  [structure (JSON)]  tensors, one after another
 
-where the brackets stand only before the first message of a shape: from then on both ends know it.
+The tag says what the message is, so that ranks which were given different batches are told so and cannot misread each other. The
+structure comes with the first message of a shape only: from then on both ends know it.
 
 All of it is done by the computing thread, between two actions, so it is short: one call of the kernel a message and as little as
 can be around it. Sending never waits: what does not fit into the socket at once is sent by a thread. Small messages are kept by
@@ -26,11 +27,13 @@ import struct
 import tempfile
 import threading
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,9 @@ from wavetrain.runtime.program import Parcel
 from wavetrain.runtime.structure import Structure
 from wavetrain.runtime.transport import Arrived, DistributedTransport, Transport, refuse_other_structure
 
-_LENGTH = struct.Struct("<q")
+_NUMBER = struct.Struct("<q")
+_TAG = struct.Struct("<cxxxiiIIq")
+"""Kind, stage, micro-batch, what stands for the shape of the micro-batch, bytes of the structure, bytes of the tensors."""
 _TIME = struct.Struct("@ll")
 """A ``timeval``: seconds, microseconds."""
 _SOCKET_BYTES = 4 * 2**20
@@ -49,6 +54,21 @@ _SOCKET_BYTES = 4 * 2**20
 _MAX_STRUCTURE_BYTES = 2**20
 _LARGE_BYTES = 160 * 2**10
 """Messages above this do not fit into a socket of the usual size; a thread reads them ahead."""
+
+
+class _Agreed(NamedTuple):
+    """What both ends of a channel know of the messages of one stage and shape of micro-batch."""
+
+    structure: Structure
+    total_bytes: int
+    key: int
+    """Stands for the shape of the micro-batch."""
+    pool: list[_Buffer]
+    """Memory for such messages that is free, at the receiving end."""
+
+    def tag(self, parcel: Parcel, structure_bytes: int = 0) -> bytes:
+        kind, stage, micro_batch, _, _ = parcel
+        return _TAG.pack(kind.encode(), stage, micro_batch, self.key, structure_bytes, self.total_bytes)
 
 
 class _Outgoing:
@@ -60,21 +80,19 @@ class _Outgoing:
         # changed by the sending thread only, and by the channel's own only: equal where nothing waits
         self._num_queued = 0
         self._num_done = 0
-        self.agreed: dict[Hashable, Structure] = {}
+        self.agreed: dict[Hashable, _Agreed] = {}
         self.error: Exception | None = None
         threading.Thread(target=self._run, name="sender", daemon=True).start()
 
-    def send(self, header: bytes, tensors: Sequence[Tensor], num_bytes: Sequence[int]) -> None:
-        """Send ``header`` and the memory of ``tensors``."""
-        pieces, total = [memoryview(header)] if header else [], len(header)
+    def send(self, head: bytes, tensors: Sequence[Tensor], num_bytes: Sequence[int]) -> None:
+        """Send ``head`` and the memory of ``tensors``."""
+        pieces, total = [memoryview(head)], len(head)
         kept = []
         for tensor, count in zip(tensors, num_bytes, strict=True):
             ready = tensor if tensor.is_contiguous() else tensor.contiguous()
             pieces.append(_bytes_of(ready, count))
             kept.append(ready)
             total += count
-        if not total:  # nor does the receiver wait for it: it may be done and gone
-            return
         if self._num_queued == self._num_done:  # nothing waits: try at once
             try:
                 count = self._end.sendmsg(pieces, (), socket.MSG_DONTWAIT)
@@ -133,7 +151,8 @@ class _Incoming:
 
     def __init__(self, end: socket.socket, timeout_seconds: float, pools: dict[Hashable, list[_Buffer]]) -> None:
         self._end, self._timeout, self._pools = end, timeout_seconds, pools
-        self._known: dict[Hashable, tuple[Structure, list[_Buffer]]] = {}
+        self._known: dict[Hashable, _Agreed] = {}
+        self._tag = memoryview(bytearray(_TAG.size))
         self._posted: deque[tuple[Parcel, Hashable]] = deque()
         self._ready: dict[Parcel, _Buffer] = {}
         self._wanted: SimpleQueue[tuple[Parcel, Hashable] | None] | None = None
@@ -200,32 +219,47 @@ class _Incoming:
         self._end.close()
 
     def _read(self, parcel: Parcel, key: Hashable) -> _Buffer:
-        name = (parcel.kind, parcel.stage, key)
-        known = self._known.get(name)
+        known = self._known.get((parcel.kind, parcel.stage, key))
         if known is None:
-            known = self._learn(parcel, name)
-        structure, pool = known
-        try:
-            buffer = pool.pop()
-        except IndexError:
-            tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in structure.leaves]
-            views = [_bytes_of(t, n) for t, n in zip(tensors, structure.num_bytes, strict=True)]
-            buffer = _Buffer(tensors, structure, [v for v in views if v], pool)
-        buffer.structure = structure
-        for view in buffer.views:
+            known = self._learn(parcel, key)
+            count = _TAG.size
+            buffer = self._buffer(known)
+        else:
+            buffer = self._buffer(known)
+            if not known.total_bytes:  # it is not sent
+                return buffer
+            count = self._receive([self._tag, *buffer.views])
+            if count < _TAG.size:
+                self._fill(self._tag[count:])
+                count = _TAG.size
+            if self._tag != known.tag(parcel):
+                _refuse_tag(parcel, self._tag)
+        for view in _after(count - _TAG.size, buffer.views):
             self._fill(view)
         return buffer
 
-    def _learn(self, parcel: Parcel, name: Hashable) -> tuple[Structure, list[_Buffer]]:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if not 0 < length <= _MAX_STRUCTURE_BYTES:
-            raise InputError(f"{parcel.describe()} came with a structure of {length} bytes")
-        structure = Structure.parse(bytes(self._exactly(length)))
-        known = self._known[name] = (
-            structure,
-            self._pools.setdefault(tuple((leaf.shape, leaf.dtype) for leaf in structure.leaves), []),
-        )
-        self._saw_large = self._saw_large or sum(structure.num_bytes) > _LARGE_BYTES
+    def _buffer(self, known: _Agreed) -> _Buffer:
+        if known.pool:
+            buffer = known.pool.pop()
+            buffer.structure = known.structure
+            return buffer
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in known.structure.leaves]
+        views = [_bytes_of(t, n) for t, n in zip(tensors, known.structure.num_bytes, strict=True)]
+        return _Buffer(tensors, known.structure, [v for v in views if v], known.pool)
+
+    def _learn(self, parcel: Parcel, key: Hashable) -> _Agreed:
+        """Read the tag of a message and its structure, which both ends know from then on."""
+        self._fill(self._tag)
+        structure_bytes = _TAG.unpack(self._tag)[4]
+        if not 0 < structure_bytes <= _MAX_STRUCTURE_BYTES:
+            _refuse_tag(parcel, self._tag)
+        structure = Structure.parse(bytes(self._exactly(structure_bytes)))
+        pool = self._pools.setdefault(tuple((leaf.shape, leaf.dtype) for leaf in structure.leaves), [])
+        known = _Agreed(structure, sum(structure.num_bytes), _short(key), pool)
+        if self._tag != known.tag(parcel, structure_bytes):
+            _refuse_tag(parcel, self._tag)
+        self._known[parcel.kind, parcel.stage, key] = known
+        self._saw_large = self._saw_large or known.total_bytes > _LARGE_BYTES
         return known
 
     def _exactly(self, count: int) -> bytearray:
@@ -235,15 +269,32 @@ class _Incoming:
 
     def _fill(self, view: memoryview) -> None:
         while view:
-            try:
-                count = self._end.recv_into(view, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise TimeoutError from None
-            if count == view.nbytes:
-                return
-            if count == 0:
-                raise ConnectionResetError("the connection was closed")
-            view = view[count:]
+            view = view[self._receive([view]) :]
+
+    def _receive(self, views: list[memoryview]) -> int:
+        """Read what is there into ``views``, at least one byte; how many bytes it was."""
+        try:
+            count = self._end.recvmsg_into(views)[0]
+        except BlockingIOError:
+            raise TimeoutError from None
+        if count == 0:
+            raise ConnectionResetError("the connection was closed")
+        return count
+
+
+def _refuse_tag(parcel: Parcel, tag: memoryview) -> NoReturn:
+    kind, stage, micro_batch, _, _, total_bytes = _TAG.unpack(tag)
+    sent = Parcel("F" if kind == b"F" else "B", stage, micro_batch, parcel.source, parcel.target)
+    raise InputError(
+        f"rank {parcel.target} waited for {parcel.describe()}, and rank {parcel.source} sent {sent.describe()} ({total_bytes:,} "
+        "bytes) of another batch: both must be given batches of the same shapes and call the same methods (step, evaluate, "
+        "predict) in the same order"
+    )
+
+
+def _short(key: Hashable) -> int:
+    """A number that stands for ``key``, the same in all processes."""
+    return zlib.crc32(repr(key).encode())
 
 
 class LocalTransport:
@@ -286,14 +337,16 @@ class LocalTransport:
     def send(self, parcel: Parcel, key: Hashable, tensors: Sequence[Tensor], structure: Structure) -> None:
         channel = self._outgoing[parcel.target]
         agreed = channel.agreed.get((parcel.kind, parcel.stage, key))
-        header = b""
         if agreed is None:
-            agreed = channel.agreed[parcel.kind, parcel.stage, key] = structure
-            header = structure.dump()
-            header = _LENGTH.pack(len(header)) + header
-        elif agreed is not structure and agreed != structure:
-            refuse_other_structure(parcel, structure, agreed)
-        channel.send(header, tensors, agreed.num_bytes)
+            agreed = _Agreed(structure, sum(structure.num_bytes), _short(key), [])
+            channel.agreed[parcel.kind, parcel.stage, key] = agreed
+            told = structure.dump()
+            channel.send(agreed.tag(parcel, len(told)) + told, tensors, structure.num_bytes)
+        else:
+            if agreed.structure is not structure and agreed.structure != structure:
+                refuse_other_structure(parcel, structure, agreed.structure)
+            if agreed.total_bytes:  # else the receiver does not wait for it: it may be done and gone
+                channel.send(agreed.tag(parcel), tensors, structure.num_bytes)
         if channel.error is not None:
             raise self._lost(channel.error, parcel, parcel.target)
 
@@ -350,12 +403,12 @@ def _connect(
             end = socket.socket(socket.AF_UNIX)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             end.connect(str(folder / str(target)))
-            end.sendall(_LENGTH.pack(rank))
+            end.sendall(_NUMBER.pack(rank))
             outgoing[target] = end
         for _ in sources:
             end, _ = listener.accept()
             end.settimeout(None)
-            (source,) = _LENGTH.unpack(end.recv(_LENGTH.size, socket.MSG_WAITALL))
+            (source,) = _NUMBER.unpack(end.recv(_NUMBER.size, socket.MSG_WAITALL))
             incoming[source] = end
         dist.barrier(group=group)
     finally:
