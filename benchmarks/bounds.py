@@ -5,19 +5,22 @@ from __future__ import annotations
 from wavetrain.errors import InputError
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import build
-from wavetrain.schedule.families.auto import MAX_STAGES_PER_RANK, placements
+from wavetrain.schedule.families.auto import MAX_STAGES_PER_RANK, placements, wave_shares
 from wavetrain.schedule.graph import Graph, build_graph, schedule_graph
 from wavetrain.schedule.optimizer.bound import lower_bound, time_bound
 from wavetrain.schedule.optimizer.construct import has_room
-from wavetrain.schedule.placement import wave
+from wavetrain.schedule.placement import Placement, wave
 
 
 def considered(num_ranks: int, num_micro_batches: int, costs: Costs) -> list[Graph]:
     """A graph for every placement on which one micro-batch fits, and Chimera's two routes where that is within the cap."""
     most = MAX_STAGES_PER_RANK if costs.divisible else costs.num_stages // num_ranks
-    found = [*placements(num_ranks, costs), *(wave(num_ranks, w) for w in (1, 2, 3, 4) if 2 * w <= most)]
+    found: list[tuple[Placement, tuple[float, ...] | None]] = [(p, None) for p in placements(num_ranks, costs)]
+    for w in (1, 2, 3, 4):
+        if 2 * w <= most:
+            found += [(wave(num_ranks, w), shares) for shares in wave_shares(num_ranks, num_micro_batches, w)]
     routes = (0,) * num_micro_batches
-    graphs = [g for p in found if has_room(g := build_graph((p,), routes, num_ranks, costs.cut((p,))))]
+    graphs = [g for p, shares in found if has_room(g := build_graph((p,), routes, num_ranks, costs, shares))]
     try:
         chimera = build("chimera", num_ranks=num_ranks, num_micro_batches=num_micro_batches, costs=costs)
     except InputError:

@@ -94,7 +94,7 @@ def dispatched(p: int, b: int, w: int) -> tuple[Schedule, Costs]:
     """A zero-bubble wave order from one dispatch, and its costs."""
     costs = Costs.uniform(p, memory_cap=p)
     placement = wave(p, w)
-    graph = build_graph((placement,), (0,) * b, p, costs.cut((placement,)))
+    graph = build_graph((placement,), (0,) * b, p, costs)
     built = dispatch(graph, Policy(prefer="alternate", weights_when_full=True))
     assert built is not None, "a cap of P has room"
     return schedule_of("dispatched", graph, built[0]), costs

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -105,6 +106,9 @@ class StepTimes:
     """What torch said if it does not take these counts."""
     actions: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """With ``trace``: seconds of every F, B, I and W, without the wait for its message."""
+
+    peak: float = 0.0
+    """Micro-batches of its share whose activations a rank holds at most."""
 
     @property
     def median(self) -> float:
@@ -356,7 +360,20 @@ def _time_case(case: TorchCase, run: Emulated, rank: int) -> StepTimes:
         schedule.step(*arguments, return_outputs=False, **keywords)
         taken.append(time.monotonic() - begin)
         gc.enable()
-    return replace(times, seconds=tuple(taken[run.warmup :]), actions={k: tuple(v) for k, v in spans.items()})
+    traced = {k: tuple(v) for k, v in spans.items()}
+    return replace(times, seconds=tuple(taken[run.warmup :]), actions=traced, peak=_peak(schedule, run, case.stages_per_rank))
+
+
+def _peak(schedule: Any, run: Emulated, stages_per_rank: int) -> float:
+    """What torch's order holds: from a stage's forward to its whole or weight backward."""
+    if isinstance(schedule, pipelining.schedules.PipelineScheduleSingle):
+        return float(run.micro_batches if type(schedule).__name__ == "ScheduleGPipe" else min(run.ranks, run.micro_batches))
+    change = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
+    peak = 0
+    for actions in schedule.pipeline_order.values():
+        parts = (part for a in actions if a is not None for part in (a.sub_actions or (a,)))
+        peak = max(peak, *accumulate(change.get(part.computation_type.name, 0) for part in parts))
+    return peak / stages_per_rank
 
 
 def main() -> None:

@@ -69,6 +69,8 @@ def test_the_parts_of_a_difference_add_up() -> None:
         predicted=predicted,
         measured=measured,
         step_seconds=(measured.makespan + 0.5,),
+        ideal_seconds=predicted.ideal,
+        hop_only_seconds=predicted.makespan,
         hop_seconds=0.01,
         late_seconds=0.0,
         between_seconds=0.0,

@@ -47,7 +47,7 @@ def test_promised_figures(rehearsed: list[Rehearsal]) -> None:
 
 def test_the_measured_timeline_is_the_schedule(rehearsed: list[Rehearsal]) -> None:
     for found in rehearsed:
-        cut = costs(4).cut(found.schedule.placements)
+        cut = found.schedule.cut(costs(4))
         ends = {(s.kind, s.stage, s.micro_batch): s.end for spans in found.measured.spans for s in spans}
         for rank, (actions, spans) in enumerate(zip(found.schedule.actions, found.measured.spans, strict=True)):
             assert [(s.kind, s.stage, s.micro_batch) for s in spans] == list(actions)

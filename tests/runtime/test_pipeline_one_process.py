@@ -239,7 +239,15 @@ def test_models_that_cannot_be_cut(model: Any, problem: str) -> None:
         ({"tp": 0}, "each must be at least 1"),
         ({"schedule": one_f_one_b(2, 3), "waves": None}, r"for 2 pipeline ranks, but 1 were launched; launch\(main, ranks=2\)"),
         ({"schedule": one_f_one_b(1, 4), "waves": None}, "the schedule has 4 micro-batches, not num_micro_batches=3"),
-        ({"schedule": one_f_one_b(1, 3)}, "waves and stages_per_rank belong to a schedule given by name"),
+        ({"schedule": one_f_one_b(1, 3)}, "waves, stages_per_rank, growth belong to a schedule given by name"),
+        ({"schedule": "hanayo", "growth": 2.0}, "only zb-wave can grow"),
+        ({"schedule": None}, "schedule is None; give a name, a Schedule or a path"),
+        ({"num_micro_batches": "4"}, "num_micro_batches is '4'; give a whole number"),
+        ({"num_micro_batches": 2.5}, "num_micro_batches is 2.5; give a whole number"),
+        ({"cut": "4"}, "cut is '4'; give a list of whole numbers"),
+        ({"seed": "a"}, "seed is 'a'; give a whole number"),
+        ({"loss_fn": "mse"}, "loss_fn is 'mse'; give a function"),
+        ({"timeout_seconds": -1}, "timeout_seconds is -1; give a number above 0"),
         ({"schedule": "chimera", "waves": None, "num_micro_batches": 2}, "chimera"),
     ],
 )
@@ -263,6 +271,7 @@ def test_a_schedule_that_is_not_proven() -> None:
         ((tokens(0)[0], torch.full((6, 5), -100)), "the batch has no targets that count"),
         (("text", tokens(0)[1]), "inputs"),
         ((tokens(0)[0].float(), tokens(0)[1]), "give token numbers"),
+        ((tokens(0)[0], None), "needs targets"),
     ],
 )
 def test_batches_that_do_not_fit(batch: Any, problem: str) -> None:

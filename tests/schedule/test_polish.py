@@ -25,7 +25,7 @@ from wavetrain.schedule.simulator import simulate
 def poor(placement: Placement, num_micro_batches: int, costs: Costs) -> Schedule:
     """One micro-batch after another: as slow as it gets."""
     routes = (0,) * num_micro_batches
-    graph = build_graph((placement,), routes, costs.num_ranks, costs.cut((placement,)))
+    graph = build_graph((placement,), routes, costs.num_ranks, costs)
     return schedule_of("poor", graph, one_at_a_time(graph))
 
 

@@ -57,5 +57,5 @@ def test_auto_on_uneven_pipelines(seed: int) -> None:
     found = simulate(schedule, costs).makespan
     best, name = best_named(costs, num_micro_batches)
     assert found <= best * (1 + 1e-9), name
-    graph = build_graph(schedule.placements, schedule.routes, schedule.num_ranks, costs.cut(schedule.placements))
+    graph = build_graph(schedule.placements, schedule.routes, schedule.num_ranks, costs, schedule.shares)
     assert found >= lower_bound(graph) * (1 - 1e-9)

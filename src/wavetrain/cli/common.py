@@ -67,6 +67,8 @@ class Problem:
     """W, for hanayo and zb-wave: 2·W stages a rank. Default: 2. auto considers it beside 1 to 4."""
     stages_per_rank: Count = None
     """v, for interleaved. Default: 2."""
+    growth: Number = None
+    """For zb-wave: work of a pass over the ranks over that of the pass before. Default: 1; up to B/P it shortens the step."""
     breadth_first: Flag = False
     """For hanayo: all micro-batches in flight instead of groups of P."""
     forward: Number = None
@@ -77,10 +79,12 @@ class Problem:
     """Seconds of W, likewise; B takes I and W together. Default: 1."""
     hop_latency: Number = None
     """Seconds for a message to reach another rank. Default: 0."""
+    overhead: Number = None
+    """Seconds of every action beside its work, to launch it and hand it on. Default: 0."""
     memory_cap: Number = None
     """Micro-batches of a rank's share whose activations it may hold. Default: no cap (zb-wave: P)."""
     costs: File = None
-    """A TOML file of uneven costs per stage, rank and link, instead of the four flags of seconds; a cap may still be given."""
+    """A TOML file of uneven costs per stage, rank and link, instead of the five flags of seconds; a cap may still be given."""
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """For auto: of its random numbers."""
     iterations: Count = None
@@ -115,6 +119,7 @@ class Problem:
             if strict and self.breadth_first:
                 raise InputError("auto has no breadth-first order; only hanayo has")
             options = {
+                "growth": self.growth if strict else None,
                 "stages_per_rank": self.stages_per_rank if strict else None,
                 "seed": self.seed,
                 "iterations": self.iterations,
@@ -129,6 +134,8 @@ class Problem:
                 options["waves"] = self.waves
             if family.takes_stages_per_rank or strict:
                 options["stages_per_rank"] = self.stages_per_rank
+            if family.takes_growth or strict:
+                options["growth"] = self.growth
             if name == "hanayo" or strict:
                 options["breadth_first"] = self.breadth_first
         return build(name, num_ranks=costs.num_ranks, num_micro_batches=num_micro_batches, costs=costs, **options), costs
@@ -140,6 +147,7 @@ class Problem:
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
             "hop_latency": self.hop_latency,
+            "overhead": self.overhead,
         }
         cap = self.memory_cap
         if cap is not None and not (cap > 0 and not math.isnan(cap)):

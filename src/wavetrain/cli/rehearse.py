@@ -100,7 +100,7 @@ def difference(found: Rehearsal, costs: Costs) -> dict[str, float]:
     Both steps are followed along their critical paths: seconds there are those of actions as told, of actions beyond that, of
     messages, or of neither.
     """
-    cut = costs.cut(found.schedule.placements)
+    cut = found.schedule.cut(costs)
     measured, predicted = (_along_the_path(t, cut) for t in (found.measured, found.predicted))
     parts = {name: measured[name] - predicted[name] for name in measured}
     parts["before the first action"] = found.measured_seconds - found.predicted_seconds - sum(parts.values())

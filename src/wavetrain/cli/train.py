@@ -47,6 +47,8 @@ class Settings:
     """W, for hanayo and zb-wave. Default: 2, or 1 where the model has too few layers."""
     stages_per_rank: Count = None
     """v, for interleaved."""
+    growth: Number = None
+    """For zb-wave with more micro-batches than ranks: the work of a pass over the ranks over that of the pass before."""
     micro_batches: Count = None
     """Micro-batches a step and replica. Default: 2 a pipeline rank."""
     batch: Count = None

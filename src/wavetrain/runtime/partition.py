@@ -22,7 +22,8 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
         layers: in the order of the forward pass.
         schedule: says how many stages there are.
         counts: layers of every stage; without it the cut is made by the layers' estimated costs: the dearest stage as cheap as
-            can be, or the ranks as even as can be, whichever the simulator finds faster.
+            can be (for the share that the schedule gives it), or the ranks as even as can be, whichever the simulator finds
+            faster.
     """
     num_stages = schedule.num_stages
     if counts is not None:
@@ -42,7 +43,7 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
             f"use fewer waves or stages per rank ({advice}), or a model of more layers"
         )
     times = tuple(layer_cost(layer) for layer in layers)
-    even = list(cut_points(times, (1.0,) * num_stages))
+    even = list(cut_points(times, schedule.shares or (1.0,) * num_stages))
     candidates = (even, _even_ranks(even, times, schedule))
 
     def seconds(points: list[int]) -> float:
@@ -60,6 +61,8 @@ def _even_ranks(points: list[int], times: Sequence[float], schedule: Schedule) -
     """
     sums = [0.0, *accumulate(times)]
     mean = sums[-1] / schedule.num_ranks
+    shares = schedule.shares or (1.0,) * schedule.num_stages
+    unit = sum(shares) / len(shares)
 
     def unevenness(points: Sequence[int]) -> float:
         stages = [sums[b] - sums[a] for a, b in pairwise(points)]
@@ -67,7 +70,9 @@ def _even_ranks(points: list[int], times: Sequence[float], schedule: Schedule) -
         for placement in schedule.placements:
             for stage, rank in enumerate(placement):
                 ranks[rank] += stages[stage]
-        return sum((r - mean) ** 2 for r in ranks) + 1e-3 * sum(s * s for s in stages) / len(stages)
+        return sum((r - mean) ** 2 for r in ranks) + 1e-3 * sum(
+            s * s * unit / share for s, share in zip(stages, shares, strict=True)
+        ) / len(stages)
 
     best, value = list(points), unevenness(points)
     improved = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -50,6 +50,7 @@ class Pipeline:
         loss_fn: ``loss_fn(output, target)`` → the mean loss over a micro-batch. Needed by :meth:`step`.
         waves: W of ``hanayo`` and ``zb-wave``.
         stages_per_rank: of ``interleaved``.
+        growth: of ``zb-wave``: the work of a pass over the ranks over that of the pass before.
         dp: replicas of the pipeline.
         tp: ranks that share every stage.
         cut: layers of every stage; without it stages are made equally dear.
@@ -71,6 +72,7 @@ class Pipeline:
         loss_fn: LossFn | None = None,
         waves: int | None = None,
         stages_per_rank: int | None = None,
+        growth: float | None = None,
         dp: int = 1,
         tp: int = 1,
         cut: Sequence[int] | None = None,
@@ -90,8 +92,12 @@ class Pipeline:
                 f"{type(model).__name__} has a forward() of its own, but a pipeline only runs the children in order; "
                 "put what forward() does into layers"
             )
+        _require_types(schedule, num_micro_batches, loss_fn, cut, seed)
+        if not timeout_seconds > 0:
+            raise InputError(f"timeout_seconds is {timeout_seconds}; give a number above 0")
         self.mesh = Mesh.create(dp=dp, tp=tp, timeout_seconds=timeout_seconds)
-        self.schedule = _resolve(schedule, list(model), self.mesh.pp, num_micro_batches, waves, stages_per_rank)
+        options = {"waves": waves, "stages_per_rank": stages_per_rank, "growth": growth}
+        self.schedule = _resolve(schedule, list(model), self.mesh.pp, num_micro_batches, options)
         certificate = prove(self.schedule).require()
         self.stages = cut_layers(list(model), self.schedule, cut)
         """The layers of every stage."""
@@ -231,6 +237,8 @@ class Pipeline:
         )
 
     def _run(self, program: Program, data: StepData) -> Tensor:
+        if any(target is None for target in data.targets):
+            raise InputError("a step or an evaluation needs targets; predict() takes inputs alone")
         if self._loss_fn is None:
             raise InputError("a step or an evaluation needs a loss: give Pipeline a loss_fn(output, target)")
         total = _TotalLoss(self.mesh, self.schedule, data)
@@ -246,6 +254,20 @@ class Pipeline:
 
     def _stage_done(self, route: int, stage: int) -> None:
         self._reducer.stage_done(self._workers[route, stage].parameters)
+
+
+def _require_types(schedule: object, num_micro_batches: object, loss_fn: object, cut: object, seed: object) -> None:
+    """Refuse what would only show its wrong type deep inside, or in some process."""
+    numbers = isinstance(cut, Sequence) and not isinstance(cut, str) and all(type(n) is int for n in cut)
+    for name, value, right, wanted in (
+        ("schedule", schedule, isinstance(schedule, (str, Schedule, Path)), "a name, a Schedule or a path"),
+        ("num_micro_batches", num_micro_batches, num_micro_batches is None or type(num_micro_batches) is int, "a whole number"),
+        ("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a function of (output, target)"),
+        ("cut", cut, cut is None or numbers, "a list of whole numbers, the layers of every stage"),
+        ("seed", seed, type(seed) is int, "a whole number"),
+    ):
+        if not right:
+            raise InputError(f"{name} is {value!r}; give {wanted}")
 
 
 def _require_agreement(mesh: Mesh, model: nn.Module, schedule: Schedule, stages: Sequence[range]) -> None:
@@ -325,8 +347,7 @@ def _resolve(
     layers: Sequence[nn.Module],
     num_ranks: int,
     num_micro_batches: int | None,
-    waves: int | None,
-    stages_per_rank: int | None,
+    options: Mapping[str, Any],
 ) -> Schedule:
     if isinstance(schedule, str) and schedule in NAMES:
         if num_micro_batches is None:
@@ -335,8 +356,7 @@ def _resolve(
             schedule,
             num_ranks=num_ranks,
             num_micro_batches=num_micro_batches,
-            waves=waves,
-            stages_per_rank=stages_per_rank,
+            **options,
             costs=layer_costs(layers, num_ranks) if schedule == "auto" else None,  # it must not take more stages than there are
         )
     if isinstance(schedule, str) and not Path(schedule).suffix:  # no file: a name with a typing error
@@ -349,6 +369,6 @@ def _resolve(
         )
     if num_micro_batches not in (None, found.num_micro_batches):
         raise InputError(f"the schedule has {found.num_micro_batches} micro-batches, not num_micro_batches={num_micro_batches}")
-    if waves is not None or stages_per_rank is not None:
-        raise InputError("waves and stages_per_rank belong to a schedule given by name; this one has its placement already")
+    if any(value is not None for value in options.values()):
+        raise InputError(f"{', '.join(options)} belong to a schedule given by name; this one has its placement already")
     return found

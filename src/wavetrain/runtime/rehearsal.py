@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,8 +33,6 @@ from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.simulator import costs_for, simulate
 from wavetrain.schedule.timeline import Timeline
 
-NUM_PINGS = 15
-"""Round trips by which the hop is measured, after every round of steps."""
 MARGIN_SECONDS = 0.02
 """How far ahead the common start of a step is agreed on."""
 
@@ -44,7 +43,11 @@ class Rehearsal:
 
     schedule: Schedule
     predicted: Timeline
-    """Simulated with the measured hop."""
+    """Simulated with the hop and the overhead of an action as the warm-up steps had them."""
+    ideal_seconds: float
+    """No rank ever idles, and no action has an overhead."""
+    hop_only_seconds: float
+    """Simulated with the measured hop alone, as if actions had no overhead."""
     measured: Timeline
     """The median step."""
     step_seconds: tuple[float, ...]
@@ -54,9 +57,10 @@ class Rehearsal:
     was waiting for it. The median over all schedules of the warm-up steps, which do not count otherwise (of all steps if there
     is no warm-up)."""
     late_seconds: float
-    """Mean over actions: how much longer an action took than it was told to wait (the operating system's share)."""
+    """How much longer an action took than it was told to wait (the operating system's share), in the warm-up steps: the mean over
+    a rank's actions, of which the median over ranks."""
     between_seconds: float
-    """Mean over actions: from the end of an action until the rank is free for the next (sending, bookkeeping)."""
+    """From the end of an action until the rank is free for the next (sending, bookkeeping); likewise."""
 
     @property
     def measured_seconds(self) -> float:
@@ -65,11 +69,6 @@ class Rehearsal:
     @property
     def predicted_seconds(self) -> float:
         return self.predicted.makespan
-
-    @property
-    def ideal_seconds(self) -> float:
-        """No rank ever idles."""
-        return self.predicted.ideal
 
     @property
     def bubble(self) -> float:
@@ -85,6 +84,7 @@ class Rehearsal:
             "micro_batches": self.schedule.num_micro_batches,
             "predicted_seconds": self.predicted_seconds,
             "measured_seconds": self.measured_seconds,
+            "hop_only_seconds": self.hop_only_seconds,
             "ideal_seconds": self.ideal_seconds,
             "bubble": self.bubble,
             "step_seconds": list(self.step_seconds),
@@ -137,21 +137,29 @@ def rehearse_all(
     hops = [seconds for s, ranks in early for seconds in _hops(s, costs, ranks)]
     hop = statistics.median(hops) if hops else 0.0
     return [
-        _summary(s, costs, steps[warmup:], run["starts"][warmup:], hop)
+        _summary(s, costs, steps[warmup:], run["starts"][warmup:], hop, _overheads(s, costs, steps[: warmup or None]))
         for s, steps, run in zip(schedules, runs, found["runs"], strict=True)
     ]
 
 
 def _summary(
-    schedule: Schedule, costs: Costs, moments: Sequence[list[list[Moment]]], starts: Sequence[float], hop: float
+    schedule: Schedule,
+    costs: Costs,
+    moments: Sequence[list[list[Moment]]],
+    starts: Sequence[float],
+    hop: float,
+    overheads: tuple[float, float],
 ) -> Rehearsal:
     seconds = [max(m[-1].end for m in ranks if m) - start for ranks, start in zip(moments, starts, strict=True)]
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
-    known = replace(costs, latency=tuple(tuple(v + hop for v in row) for row in costs.latency))
-    late, between = _overheads(schedule, costs.cut(schedule.placements), moments)
+    by_hop = simulate(schedule, _slower(costs, hop=hop))
+    late, between = overheads
+    known = _slower(costs, hop=max(0.0, hop - between), overhead=late + between)  # a hop begins where the sender's compute ends
     return Rehearsal(
         schedule=schedule,
         predicted=simulate(schedule, known),
+        ideal_seconds=by_hop.ideal,
+        hop_only_seconds=by_hop.makespan,
         measured=measured_timeline(schedule, moments[middle], costs),
         step_seconds=tuple(seconds),
         hop_seconds=hop,
@@ -160,9 +168,14 @@ def _summary(
     )
 
 
+def _slower(costs: Costs, *, hop: float, overhead: float = 0.0) -> Costs:
+    latency = tuple(tuple(v + hop for v in row) for row in costs.latency)
+    return replace(costs, latency=latency, overhead=costs.overhead + overhead)
+
+
 def _hops(schedule: Schedule, costs: Costs, ranks: Sequence[Sequence[Moment]]) -> list[float]:
     """Of one step: seconds that messages came later than their links say, those for which a rank was waiting."""
-    cut = costs.cut(schedule.placements)
+    cut = schedule.cut(costs)
     runs = [list(zip(compile_program(schedule, rank).instructions, moments, strict=True)) for rank, moments in enumerate(ranks)]
     due: dict[Parcel, float] = {}
     for rank, run in enumerate(runs):
@@ -182,15 +195,17 @@ def _hops(schedule: Schedule, costs: Costs, ranks: Sequence[Sequence[Moment]]) -
 
 
 def _overheads(schedule: Schedule, costs: Costs, steps: Sequence[Sequence[Sequence[Moment]]]) -> tuple[float, float]:
-    late, between, count = 0.0, 0.0, 0
+    """Seconds by which an action is late, and seconds between two: means over a rank's step, of which the median."""
+    cut = schedule.cut(costs)
+    late, between = [], []
     for ranks in steps:
         for rank, (actions, moments) in enumerate(zip(schedule.actions, ranks, strict=True)):
-            for i, ((kind, stage, _), m) in enumerate(zip(actions, moments, strict=True)):
-                late += m.end - m.start - costs.seconds(kind, stage, rank)
-                if i + 1 < len(moments):
-                    between += moments[i + 1].waited_from - m.end
-                count += 1
-    return late / count, between / count
+            if not moments:
+                continue
+            told = [cut.seconds(kind, stage, rank) for kind, stage, _ in actions]
+            late.append(statistics.fmean(m.end - m.start - seconds for m, seconds in zip(moments, told, strict=True)))
+            between.append(sum(after.waited_from - m.end for m, after in pairwise(moments)) / len(moments))
+    return statistics.median(late), statistics.median(between)
 
 
 def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
@@ -224,7 +239,7 @@ def _executor(
 ) -> Executor:
     """An executor whose stages wait."""
     rank = program.rank
-    cut = costs.cut(schedule.placements)
+    cut = schedule.cut(costs)
     workers = {
         (route, stage): EmulatedStage(
             waiter,

@@ -42,7 +42,7 @@ def measured_timeline(schedule: Schedule, moments: Sequence[Sequence[Moment]], c
             if instruction.receive is not None:
                 uses[instruction.receive] = (busy_until, t.start - origin)
             busy_until = t.end - origin
-    costs = (costs or Costs.uniform(schedule.num_ranks)).cut(schedule.placements)
+    costs = schedule.cut(costs or Costs.uniform(schedule.num_ranks))
     return Timeline(
         name=schedule.name,
         source="measured",

@@ -46,6 +46,8 @@ class Costs:
     """Bytes per second, from row to column, (num_ranks, num_ranks); may be infinite."""
     memory_cap: tuple[float, ...]
     """Bytes of activations each rank may hold, (num_ranks,); may be infinite."""
+    overhead: float = 0.0
+    """Seconds that every action takes beside its work, on a rank of any speed: what it takes to launch it and hand it on."""
     input_release: float = 0.0
     """The fraction of a stage's activation bytes that I frees already; W frees the rest."""
     divisible: bool = False
@@ -69,6 +71,7 @@ class Costs:
             for row in {id(row): row for row in matrix}.values():  # most matrices are one row many times over
                 _check_length(f"a row of {field}", row, self.num_ranks, "ranks")
                 _check_numbers(field, row, positive=positive, infinite=positive)
+        _check_numbers("overhead", (self.overhead,), positive=False)
         _check_numbers("input_release", (self.input_release,), positive=False)
         if self.input_release > 1:
             raise InputError(f"input_release is {self.input_release}, but I cannot free more than all (1.0)")
@@ -94,6 +97,7 @@ class Costs:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         hop_latency: float = 0.0,
+        overhead: float = 0.0,
         memory_cap: float = math.inf,
         input_release: float = 0.0,
         message_bytes: float = 0.0,
@@ -106,6 +110,7 @@ class Costs:
             backward_input: seconds of I, likewise.
             backward_weight: seconds of W, likewise.
             hop_latency: seconds for a message to cross to another rank.
+            overhead: seconds of every action beside its work.
             memory_cap: micro-batches of a rank's share whose activations a rank may hold.
             input_release: fraction of the activations that I frees already.
             message_bytes: of the message between two stages; links are fast enough to make nothing of it.
@@ -123,6 +128,7 @@ class Costs:
             latency=square(num_ranks, float(hop_latency)),
             bandwidth=square(num_ranks, math.inf),
             memory_cap=(float(memory_cap),) * num_ranks,
+            overhead=float(overhead),
             input_release=float(input_release),
             divisible=True,
         )
@@ -133,48 +139,54 @@ class Costs:
         return replace(self, memory_cap=(shares * share,) * self.num_ranks)
 
     def seconds(self, kind: str, stage: int, rank: int) -> float:
-        """Seconds of one action."""
+        """Seconds of one action, with its overhead."""
         if kind == "B":
             work = self.backward_input[stage] + self.backward_weight[stage]
         else:
             work = {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}[kind][stage]
-        return work / self.speed[rank]
+        return work / self.speed[rank] + self.overhead
 
-    def cut(self, placements: Sequence[Placement]) -> Costs:
+    def cut(self, placements: Sequence[Placement], shares: Sequence[float] | None = None) -> Costs:
         """Costs for the number of stages that ``placements`` have.
 
         Neighbouring stages are joined such that the slowest joined stage, on the rank that the placement gives it, is as fast as
-        can be. Divisible costs are divided evenly.
+        can be. Divisible costs are divided. ``shares`` say how large the stages are to be, relative to each other; without
+        them, all alike. Costs that have as many stages already are what they are.
         """
         num_stages = len(placements[0])
+        if shares is not None and (len(shares) != num_stages or not all(0 < s < math.inf for s in shares)):
+            raise InputError(f"{num_stages} stages need as many shares, each above 0")
         if num_stages == self.num_stages:
             return self
         if self.divisible:
-            return self._divided(num_stages)
+            return self._divided(shares or (1.0,) * num_stages)
         if num_stages > self.num_stages:
             raise InputError(
                 f"the schedule has {num_stages} stages, but the costs only name {self.num_stages}; "
                 "use fewer waves or stages per rank, or give costs for more and smaller stages"
             )
         speeds = [self.speed[r] for r in placements[0]] if len(placements) == 1 else [1.0] * num_stages
-        return self._joined(cut_points(tuple(sum(t) for t in self._times()), tuple(speeds)))
+        sizes = tuple(speed * share for speed, share in zip(speeds, shares or (1.0,) * num_stages, strict=True))
+        return self._joined(cut_points(tuple(sum(t) for t in self._times()), sizes))
 
     def _times(self) -> list[tuple[float, float, float]]:
         return list(zip(self.forward, self.backward_input, self.backward_weight, strict=True))
 
-    def _divided(self, num_stages: int) -> Costs:
-        """Divisible costs are all alike: any number of stages takes an even part of the whole."""
+    def _divided(self, shares: Sequence[float]) -> Costs:
+        """Divisible costs are all alike: a stage takes its share of the whole."""
+        whole = sum(shares)
 
-        def even(values: tuple[float, ...]) -> tuple[float, ...]:
-            return (values[0] * self.num_stages / num_stages,) * num_stages
+        def divide(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(values[0] * self.num_stages * share / whole for share in shares)
 
         return replace(
             self,
-            forward=even(self.forward),
-            backward_input=even(self.backward_input),
-            backward_weight=even(self.backward_weight),
-            activation_bytes=even(self.activation_bytes),
-            message_bytes=(self.message_bytes[0],) * num_stages,
+            forward=divide(self.forward),
+            backward_input=divide(self.backward_input),
+            backward_weight=divide(self.backward_weight),
+            activation_bytes=divide(self.activation_bytes),
+            message_bytes=(self.message_bytes[0],) * len(shares),
+            divisible=len(set(shares)) == 1,
         )
 
     def _joined(self, points: Sequence[int]) -> Costs:
@@ -204,6 +216,7 @@ class Costs:
             "message_bytes": list(self.message_bytes),
             "speed": list(self.speed),
             "memory_cap": list(self.memory_cap),
+            "overhead": self.overhead,
             "input_release": self.input_release,
             "latency": [list(row) for row in self.latency],
             "bandwidth": [list(row) for row in self.bandwidth],

@@ -10,6 +10,7 @@
     speed = [1.0, 1.0, 2.0, 2.0]     # one number for all ranks, or a list
     memory_cap = 32e6                # bytes of activations, likewise; or in micro-batches of a rank's even share:
     # memory_cap_micro_batches = 4
+    overhead = 20e-6                 # seconds of every action beside its work
     input_release = 0.0
     latency = 5e-6                   # seconds, one number for all pairs of ranks, or a row a sender
     bandwidth = 1e9                  # bytes per second, likewise
@@ -44,7 +45,8 @@ MAX_STAGES: Final = 1_000_000
 _PER_STAGE: Final = ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes")
 _PER_RANK: Final = ("speed", "memory_cap")
 _PER_PAIR: Final = ("latency", "bandwidth")
-_KEYS: Final = ("ranks", "stages", *_PER_STAGE, *_PER_RANK, "memory_cap_micro_batches", "input_release", *_PER_PAIR, "links")
+_SINGLE: Final = ("overhead", "input_release")
+_KEYS: Final = ("ranks", "stages", *_PER_STAGE, *_PER_RANK, "memory_cap_micro_batches", *_SINGLE, *_PER_PAIR, "links")
 _LINK_KEYS: Final = ("from", "to", *_PER_PAIR, "both")
 _DEFAULTS: Final = {
     "activation_bytes": 1.0,
@@ -104,8 +106,7 @@ class _Reader:
         values |= {key: self._vector(key, num_ranks, "ranks") for key in _PER_RANK}
         values |= {key: self._matrix(key, num_ranks) for key in _PER_PAIR}
         self._override_links(values, num_ranks)
-        if "input_release" in self.data:
-            values["input_release"] = self._number("input_release", self.data["input_release"])
+        values |= {key: self._number(key, self.data[key]) for key in _SINGLE if key in self.data}
         try:
             costs = Costs(**values)
         except UnknownNameError:

@@ -50,6 +50,10 @@ class Graph:
     """Bytes each rank may hold, by rank."""
     share: list[float]
     """Bytes of one micro-batch on all stages of a rank, by rank: the unit of a cap that is given in micro-batches."""
+    overhead: float
+    """Seconds of every node beside its work; part of ``seconds``."""
+    shares: tuple[float, ...] | None
+    """How large the stages were asked to be, as of :class:`Schedule`."""
 
     @property
     def size(self) -> int:
@@ -76,9 +80,16 @@ class Graph:
         return Action("F" if slot == 0 else "W" if slot == 2 else "B" if whole else "I", stage, micro_batch)
 
 
-def build_graph(placements: Sequence[Placement], routes: Sequence[int], num_ranks: int, costs: Costs) -> Graph:
-    """The graph of a placement with split backwards; ``costs`` must have as many stages as the placements."""
+def build_graph(
+    placements: Sequence[Placement],
+    routes: Sequence[int],
+    num_ranks: int,
+    costs: Costs,
+    shares: tuple[float, ...] | None = None,
+) -> Graph:
+    """The graph of a placement with split backwards; ``costs`` are cut for it, into stages of these ``shares``."""
     placements, routes = tuple(placements), tuple(routes)
+    costs = costs.cut(placements, shares)
     num_stages, num_mb = len(placements[0]), len(routes)
     plane = num_stages * num_mb
     share = [0.0] * num_ranks
@@ -128,6 +139,8 @@ def build_graph(placements: Sequence[Placement], routes: Sequence[int], num_rank
         held=list(chain(*held)),
         cap=list(costs.memory_cap),
         share=share,
+        overhead=costs.overhead,
+        shares=shares,
     )
 
 
@@ -136,7 +149,7 @@ def schedule_graph(schedule: Schedule, costs: Costs) -> tuple[Graph, list[list[i
 
     Actions must name stages and micro-batches that exist; whether each comes exactly once is for the proof to say.
     """
-    graph = build_graph(schedule.placements, schedule.routes, schedule.num_ranks, costs.cut(schedule.placements))
+    graph = build_graph(schedule.placements, schedule.routes, schedule.num_ranks, costs, schedule.shares)
     num_mb = schedule.num_micro_batches
     plane = schedule.num_stages * num_mb
     base = {"F": 0, "B": plane, "I": plane, "W": 2 * plane}
@@ -150,7 +163,7 @@ def with_whole(graph: Graph, nodes: Sequence[int]) -> Graph:
     plane = graph.num_stages * graph.num_micro_batches
     seconds, held = graph.seconds.copy(), graph.held.copy()
     for n in nodes:
-        seconds[n] = graph.seconds[n] + graph.seconds[n + plane]
+        seconds[n] = graph.seconds[n] + graph.seconds[n + plane] - graph.overhead
         held[n] = graph.held[n] + graph.held[n + plane]
         seconds[n + plane] = held[n + plane] = 0.0
     return replace(graph, seconds=seconds, held=held)

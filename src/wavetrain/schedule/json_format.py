@@ -11,7 +11,8 @@
                   "1F0 1B0 1F1 1B1"]
     }
 
-A rank's actions are one string of words, or a list of them.
+A rank's actions are one string of words, or a list of them. "shares", a list of numbers, says how large the stages are relative
+to each other; where it is left out, they are all alike.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, require_keys
 from wavetrain.schedule.actions import Action
+from wavetrain.schedule.costs import MAX_VALUE
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.torch_csv import MAX_ACTIONS, MAX_BYTES, MAX_NUMBER, MAX_RANKS, check_size, read_token
 
@@ -31,7 +33,7 @@ _KEYS: Final = ("format", "version", "name", "num_micro_batches", "placements", 
 
 def dump_json(schedule: Schedule) -> str:
     """``schedule`` as JSON text, one line a rank."""
-    head = {
+    head: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "name": schedule.name,
@@ -39,6 +41,8 @@ def dump_json(schedule: Schedule) -> str:
         "placements": schedule.placements,
         "routes": schedule.routes,
     }
+    if schedule.shares is not None:
+        head["shares"] = schedule.shares
     lines = [f'  "{key}": {json.dumps(value)}' for key, value in head.items()]
     rows = ",\n    ".join(json.dumps(" ".join(map(str, actions))) for actions in schedule.actions)
     return "{\n" + ",\n".join([*lines, f'  "actions": [\n    {rows}\n  ]']) + "\n}\n"
@@ -56,7 +60,7 @@ def parse_json(text: str, *, path: object = "<json>") -> Schedule:
         raise FormatError(path, None, f'not a schedule: expected an object with "format": "{FORMAT}"')
     if data.get("version") != VERSION or isinstance(data["version"], bool):
         raise FormatError(path, None, f"version is {data.get('version')!r}; this wavetrain reads version {VERSION}")
-    require_keys(path, data, _KEYS)
+    require_keys(path, data, (*_KEYS, "shares"))
     for key in _KEYS:
         if key not in data:
             raise FormatError(path, None, f"no {key!r}")
@@ -78,6 +82,7 @@ def parse_json(text: str, *, path: object = "<json>") -> Schedule:
             placements=placements,
             routes=_numbers(path, "routes", data["routes"]),
             actions=actions,
+            shares=_shares(path, data["shares"]) if "shares" in data else None,
         )
     except FormatError:
         raise
@@ -132,6 +137,13 @@ def _list(path: object, key: str, value: object) -> list[Any]:
 
 def _numbers(path: object, key: str, value: object) -> tuple[int, ...]:
     return tuple(_number(path, f"{key}[{i}]", v) for i, v in enumerate(_list(path, key, value)))
+
+
+def _shares(path: object, value: object) -> tuple[float, ...]:
+    for i, share in enumerate(found := _list(path, "shares", value)):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= MAX_VALUE:
+            raise FormatError(path, None, f"shares[{i}] is {_shown(share)}; expected a number above 0, up to {MAX_VALUE:g}")
+    return tuple(float(share) for share in found)
 
 
 def _number(path: object, key: str, value: object) -> int:

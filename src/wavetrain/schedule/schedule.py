@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from wavetrain.errors import InputError
 from wavetrain.schedule.actions import Action
+from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.placement import Placement, wave
 
 
@@ -28,6 +30,8 @@ class Schedule:
     """The route that each micro-batch follows, (num_micro_batches,)."""
     actions: tuple[tuple[Action, ...], ...]
     """One ordered list a rank, (num_ranks,)."""
+    shares: tuple[float, ...] | None = None
+    """How large the stages are, relative to each other, (num_stages,); None: all alike."""
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:
@@ -42,6 +46,11 @@ class Schedule:
             raise InputError(f"{len(self.routes)} routes given for {self.num_micro_batches} micro-batches")
         if not all(0 <= r < len(self.placements) for r in self.routes):
             raise InputError(f"a micro-batch follows a route that is not among the {len(self.placements)} placements")
+        if self.shares is not None:
+            if len(self.shares) != self.num_stages:
+                raise InputError(f"{len(self.shares)} shares given for {self.num_stages} stages")
+            if not all(0 < share < math.inf for share in self.shares):
+                raise InputError("the share of a stage must be above 0, and finite")
         for placement in self.placements:
             for stage, rank in enumerate(placement):
                 if not 0 <= rank < self.num_ranks:
@@ -80,13 +89,22 @@ class Schedule:
         """The rank that computes ``stage`` for ``micro_batch``."""
         return self.placements[self.routes[micro_batch]][stage]
 
+    def cut(self, costs: Costs) -> Costs:
+        """``costs`` for the stages of this schedule."""
+        return costs.cut(self.placements, self.shares)
+
     def renamed(self, name: str) -> Schedule:
         """The same schedule under another name."""
         return replace(self, name=name)
 
     @classmethod
     def single_route(
-        cls, name: str, placement: Placement, num_micro_batches: int, actions: Sequence[Iterable[Action]]
+        cls,
+        name: str,
+        placement: Placement,
+        num_micro_batches: int,
+        actions: Sequence[Iterable[Action]],
+        shares: tuple[float, ...] | None = None,
     ) -> Schedule:
         """A schedule whose micro-batches all follow one route."""
         return cls(
@@ -95,6 +113,7 @@ class Schedule:
             placements=(placement,),
             routes=(0,) * num_micro_batches,
             actions=tuple(tuple(a) for a in actions),
+            shares=shares,
         )
 
 

@@ -44,7 +44,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         waves=schedule.waves,
         spans=spans,
         messages=_messages(graph, orders, end, arrival),
-        held_bytes=held_bytes(costs.cut(schedule.placements)),
+        held_bytes=held_bytes(schedule.cut(costs)),
         memory_cap=costs.memory_cap,
         share_bytes=tuple(graph.share),
     )

@@ -20,7 +20,7 @@ LOGGERS: Final = ("tensorboard", "wandb")
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 
 _MODEL: Final = ("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads")
-_PLAN: Final = ("schedule", "waves", "stages_per_rank")
+_PLAN: Final = ("schedule", "waves", "stages_per_rank", "growth")
 _KINDS: Final = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list of texts"}
 
 
@@ -68,6 +68,8 @@ class TrainConfig:
     """Of hanayo and zb-wave. Default: 2, or 1 where the model has too few layers."""
     stages_per_rank: int | None = None
     """Of interleaved."""
+    growth: float | None = None
+    """Of zb-wave: the work of a pass over the ranks over that of the pass before. Default: 1, all stages alike."""
     micro_batches: int | None = None
     """Micro-batches a step and replica. Default: 2 a pipeline rank, or what the schedule's file has."""
     recompute: bool = False
@@ -119,8 +121,9 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 0)
         for name in ("lr", "clip", "timeout_seconds"):
             _positive(name, getattr(self, name))
-        if self.minutes is not None:
-            _positive("minutes", self.minutes)
+        for name in ("minutes", "growth"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
         if self.weight_decay < 0 or not math.isfinite(self.weight_decay):
             raise InputError(f"weight_decay is {self.weight_decay}; give a number, 0 or more")
         if self.steps is not None and self.minutes is not None:
@@ -214,7 +217,7 @@ def saved_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
     known = {field.name for field in fields(TrainConfig)}
     left_out = {"out", "resume", "quiet", "log"}
     if any(key in wanted for key in ("ranks", "dp", "tp")):
-        left_out |= {"ranks", "dp", "tp", "waves"}
+        left_out |= {"ranks", "dp", "tp", "waves", "growth"}
     return {key: _as_field(value) for key, value in saved.items() if key in known - left_out}
 
 

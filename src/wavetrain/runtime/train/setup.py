@@ -58,6 +58,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
             num_micro_batches=config.micro_batches,
             waves=config.waves,
             stages_per_rank=config.stages_per_rank,
+            growth=config.growth,
         )
     elif (given.num_ranks, given.num_micro_batches) != (config.pipeline_ranks, config.micro_batches):
         raise InputError(

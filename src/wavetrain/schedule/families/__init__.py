@@ -43,6 +43,10 @@ class Family:
         return self._takes("stages_per_rank")
 
     @property
+    def takes_growth(self) -> bool:
+        return self._takes("growth")
+
+    @property
     def takes_costs(self) -> bool:
         """Whether the order is made for the costs; otherwise it is the same for all."""
         return self._takes("costs")
@@ -80,6 +84,7 @@ def build(
     waves: int | None = None,
     stages_per_rank: int | None = None,
     breadth_first: bool = False,
+    growth: float | None = None,
     costs: Costs | None = None,
     **options: Any,
 ) -> Schedule:
@@ -92,6 +97,7 @@ def build(
         waves: W, for ``hanayo`` and ``zb-wave``. Default: 2, or as many as the stages of ``costs`` allow. ``auto`` tries it too.
         stages_per_rank: v, for ``interleaved``. Default: 2, or as many as the stages of ``costs`` allow.
         breadth_first: for ``hanayo``.
+        growth: for ``zb-wave``: the work of a pass over the ranks over that of the pass before. ``auto`` finds its own.
         costs: what to optimize for (``zb-wave``, ``auto``), and the memory cap to check (all).
         options: for ``auto``, as :func:`wavetrain.schedule.families.auto.auto` takes them.
 
@@ -109,6 +115,8 @@ def build(
 
         if stages_per_rank is not None:
             raise InputError("auto chooses the stages per rank itself; leave them out, or name a family")
+        if growth is not None:
+            raise InputError("auto chooses the growth of waves itself; leave it out, or name zb-wave")
         return auto(num_ranks, num_micro_batches, costs=costs, waves=waves, **options)
     family = FAMILIES[name]
     arguments: dict[str, Any] = dict(options)
@@ -120,6 +128,10 @@ def build(
         if name != "hanayo":
             raise InputError(f"{name} has no breadth-first order; only hanayo has")
         arguments["breadth_first"] = True
+    if growth is not None:
+        if not family.takes_growth:
+            raise InputError(f"{name} has stages of one size; only zb-wave can grow")
+        arguments["growth"] = growth
     if family.takes_waves:
         arguments["waves"] = waves if waves is not None else _default_count(costs, 2 * max(num_ranks, 1))
     if family.takes_stages_per_rank:
@@ -142,7 +154,7 @@ def _default_count(costs: Costs | None, unit: int) -> int:
 
 def _check_cap(schedule: Schedule, costs: Costs) -> None:
     costs = costs_for(schedule, costs)
-    peaks = _peaks(schedule, held_bytes(costs.cut(schedule.placements)))
+    peaks = _peaks(schedule, held_bytes(schedule.cut(costs)))
     share = sum(costs.activation_bytes) / costs.num_ranks  # as in Costs.with_cap
     for r, (peak, cap) in enumerate(zip(peaks, costs.memory_cap, strict=True)):
         if peak > cap * (1 + CAP_TOLERANCE):

@@ -1,8 +1,8 @@
 """``auto``: the best schedule that can be found for given costs and memory caps.
 
 1. Every named family that fits the cap is built and simulated: the answer is never worse than any of them.
-2. For every placement that the costs allow (straight, loops, snakes), :func:`wavetrain.schedule.optimizer.construct.construct`
-   builds orders with split backwards, within the cap.
+2. For every placement that the costs allow (waves, also growing ones, straight, loops, snakes),
+   :func:`wavetrain.schedule.optimizer.construct.construct` builds orders with split backwards, within the cap.
 3. The best few are annealed; with ``solver_seconds``, CP-SAT polishes the winner.
 
 It stops early when a schedule meets the lower bound of every placement.
@@ -17,7 +17,7 @@ from typing import Any
 
 from wavetrain.errors import InputError
 from wavetrain.schedule.costs import Costs
-from wavetrain.schedule.families.zb_wave import schedule_of, with_default_cap
+from wavetrain.schedule.families.zb_wave import growing_shares, schedule_of, with_default_cap
 from wavetrain.schedule.graph import Graph, build_graph
 from wavetrain.schedule.optimizer.anneal import anneal
 from wavetrain.schedule.optimizer.bound import lower_bound
@@ -30,6 +30,7 @@ MAX_STAGES_PER_RANK = 8
 _ANNEALED = 3  # how many of the best orders are annealed
 _ITERATIONS = 4000
 _OTHER_EFFORT = 0.3  # in constructing orders for placements that are no waves
+_MOST_GROWTH = 2.0  # beyond it little is left to gain, at the price of more memory
 
 
 def auto(
@@ -117,9 +118,10 @@ def _graphs(num_ranks: int, num_micro_batches: int, costs: Costs, waves: int | N
         wave_counts.append(waves)
     found = []
     for w in wave_counts:
-        true = _graph(wave(num_ranks, w), num_micro_batches, costs)
-        capped = with_default_cap(true)
-        found += [capped] if capped.cap == true.cap else [capped, true]
+        for shares in wave_shares(num_ranks, num_micro_batches, w):
+            true = _graph(wave(num_ranks, w), num_micro_batches, costs, shares)
+            capped = with_default_cap(true)
+            found += [capped] if capped.cap == true.cap else [capped, true]
     others = [_graph(p, num_micro_batches, costs) for p in placements(num_ranks, costs)]
     with_room = [[g for g in graphs if has_room(g)] for graphs in (found, others)]
     if not any(with_room):
@@ -127,8 +129,14 @@ def _graphs(num_ranks: int, num_micro_batches: int, costs: Costs, waves: int | N
     return with_room[0], with_room[1]
 
 
-def _graph(placement: Placement, num_micro_batches: int, costs: Costs) -> Graph:
-    return build_graph((placement,), (0,) * num_micro_batches, costs.num_ranks, costs.cut((placement,)))
+def _graph(placement: Placement, num_micro_batches: int, costs: Costs, shares: tuple[float, ...] | None = None) -> Graph:
+    return build_graph((placement,), (0,) * num_micro_batches, costs.num_ranks, costs, shares)
+
+
+def wave_shares(num_ranks: int, num_micro_batches: int, waves: int) -> list[tuple[float, ...] | None]:
+    """How large the stages of waves are tried to be: all alike, and growing where there are more micro-batches than ranks."""
+    growth = min(_MOST_GROWTH, num_micro_batches / num_ranks)
+    return [None, growing_shares(num_ranks, waves, growth)] if growth > 1 and num_ranks > 1 else [None]
 
 
 def _most_stages_per_rank(num_ranks: int, costs: Costs) -> int:

@@ -14,7 +14,7 @@ from wavetrain.schedule.placement import Placement
 
 def slotted_actions(placements: Sequence[Placement], routes: Sequence[int], num_ranks: int) -> list[list[Action]]:
     """F and whole B in slots of one length, backward before forward, oldest micro-batch first."""
-    graph = build_graph(placements, routes, num_ranks, Costs.uniform(num_ranks).cut(placements))
+    graph = build_graph(placements, routes, num_ranks, Costs.uniform(num_ranks))
     plane = graph.num_stages * graph.num_micro_batches
     graph = with_whole(graph, range(plane, 2 * plane))
     built = dispatch(replace(graph, seconds=[1.0] * 2 * plane + [0.0] * plane), Policy(prefer="backward"), whole=True)
