@@ -195,7 +195,10 @@ def _hops(schedule: Schedule, costs: Costs, ranks: Sequence[Sequence[Moment]]) -
 
 
 def _overheads(schedule: Schedule, costs: Costs, steps: Sequence[Sequence[Sequence[Moment]]]) -> tuple[float, float]:
-    """Seconds by which an action is late, and seconds between two: means over a rank's step, of which the median."""
+    """Seconds by which an action is late, and seconds between two: means over a rank's step, of which the median.
+
+    The largest fiftieth is left out: a machine that stands still for a while is no property of an action.
+    """
     cut = schedule.cut(costs)
     late, between = [], []
     for ranks in steps:
@@ -203,9 +206,14 @@ def _overheads(schedule: Schedule, costs: Costs, steps: Sequence[Sequence[Sequen
             if not moments:
                 continue
             told = [cut.seconds(kind, stage, rank) for kind, stage, _ in actions]
-            late.append(statistics.fmean(m.end - m.start - seconds for m, seconds in zip(moments, told, strict=True)))
-            between.append(sum(after.waited_from - m.end for m, after in pairwise(moments)) / len(moments))
+            late.append(_usual([m.end - m.start - seconds for m, seconds in zip(moments, told, strict=True)]))
+            between.append(_usual([after.waited_from - m.end for m, after in pairwise(moments)]))
     return statistics.median(late), statistics.median(between)
+
+
+def _usual(seconds: list[float]) -> float:
+    kept = sorted(seconds)[: max(1, len(seconds) - math.ceil(len(seconds) / 50))]
+    return statistics.fmean(kept) if kept else 0.0
 
 
 def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
