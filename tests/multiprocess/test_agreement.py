@@ -39,14 +39,16 @@ def do_different_things(what: str) -> None:
     pipe = wt.Pipeline(layers(4), schedule="1f1b", num_micro_batches=4, loss_fn=nn.functional.mse_loss)
     x = torch.ones(8, 8)
     pipe.step(x, x)
-    if what == "method":
+    if what == "step and evaluate":
         (pipe.step, pipe.evaluate)[rank](x, x)
+    elif what == "predict and evaluate":
+        pipe.evaluate(x, x) if rank else pipe.predict(x)
     else:
         x = x[: (4, 8)[rank]]
         pipe.step(x, x)
 
 
-@pytest.mark.parametrize("what", ["method", "batch"])
+@pytest.mark.parametrize("what", ["step and evaluate", "predict and evaluate", "batch"])
 def test_ranks_that_do_different_things_are_told(what: str) -> None:
     with pytest.raises(RankFailedError, match=r"rank \d waited for .* same shapes and call the same methods"):
         wt.launch(do_different_things, ranks=2, args=(what,))

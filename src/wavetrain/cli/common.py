@@ -110,6 +110,9 @@ class Problem:
             ):
                 if given is not None and given != found:
                     raise InputError(f"{name} has {found} {what}, not {given}; leave the flag out")
+            for flag in ("waves", "stages_per_rank", "growth"):
+                if strict and getattr(self, flag) is not None:
+                    raise InputError(f"--{flag.replace('_', '-')} says how to build a schedule, but {name} holds one already")
             return schedule, self.load_costs(schedule.num_ranks)
         self._check_size()
         costs = self.load_costs(None)

@@ -62,6 +62,8 @@ class Simulate(Output):
 
             is_csv = self.save.suffix.lower() == ".csv" and best.schedule.num_routes == 1
             save(in_loss_order(best.schedule) if is_csv else best.schedule, self.save, comms=self.comms)
+            if is_csv and best.schedule.shares is not None:
+                print("note: CSV cannot say that stages are not alike; save as .json to keep how they grow", file=sys.stderr)
         if self.trace is not None:
             from wavetrain.schedule.chrome import chrome_trace
 

@@ -155,7 +155,7 @@ class Pipeline:
         self._recorder.step = self.num_steps
         data = self._data(inputs, targets, training=True, loss_scale=loss_scale)
         self._reducer.begin()
-        loss = self._run(self._program, data)
+        loss = self._run(self._program, data, "step")
         self._recorder.note(Phase.COLLECTIVE)
         self._reducer.finish()
         self._recorder.note(Phase.IDLE)
@@ -164,14 +164,14 @@ class Pipeline:
 
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch, in eval mode and without gradients; arguments as of :meth:`step`."""
-        return self._run(self._forward_program, self._data(inputs, targets, training=False))
+        return self._run(self._forward_program, self._data(inputs, targets, training=False), "evaluate")
 
     def predict(self, inputs: Any) -> list[Any] | None:
         """What the last layer gives for every micro-batch, on the rank that holds it; None on the others. Eval mode."""
         data = self._data(inputs, None, training=False)
         last = [w for w in self._workers.values() if w.last]
         with _without_loss(last):
-            self._execute(self._forward_program, data)
+            self._execute(self._forward_program, data, "predict")
         return [data.outputs[m] for m in sorted(data.outputs)] if data.outputs else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -236,19 +236,20 @@ class Pipeline:
             first_micro_batch=self.mesh.dp_rank * number,
         )
 
-    def _run(self, program: Program, data: StepData) -> Tensor:
+    def _run(self, program: Program, data: StepData, method: str) -> Tensor:
         if any(target is None for target in data.targets):
             raise InputError("a step or an evaluation needs targets; predict() takes inputs alone")
         if self._loss_fn is None:
             raise InputError("a step or an evaluation needs a loss: give Pipeline a loss_fn(output, target)")
         total = _TotalLoss(self.mesh, self.schedule, data)
-        self._execute(program, data)
+        self._execute(program, data, method)
         return total.wait()
 
-    def _execute(self, program: Program, data: StepData) -> None:
+    def _execute(self, program: Program, data: StepData, method: str) -> None:
+        """Run ``program``. Messages carry the ``method``, so that ranks which call different ones are told."""
         for worker in self._workers.values():
             worker.begin(data)
-        keys: list[Hashable] = [(shape_key(x), data.training) for x in data.inputs]
+        keys: list[Hashable] = [(shape_key(x), method) for x in data.inputs]
         moments = self._executor.run(program, keys, self._stage_done if data.training else None)
         self._last = (program.schedule, moments)
 

@@ -60,7 +60,7 @@ def zb_wave(
     shares = growing_shares(num_ranks, waves, growth)
     graph = with_default_cap(build_graph((placement,), (0,) * num_micro_batches, num_ranks, costs, shares))
     found = construct(graph, effort=effort, target=lower_bound(graph))
-    return schedule_of("zb-wave", graph, found.orders)
+    return schedule_of("zb-wave" if shares is None else f"zb-wave, growth {growth:g}", graph, found.orders)
 
 
 def growing_shares(num_ranks: int, waves: int, growth: float) -> tuple[float, ...] | None:
