@@ -18,21 +18,25 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LEVELS = {
     "errors": 0,
-    "schedule": 1,
-    "cluster": 1,
-    "workload": 1,
-    "models": 1,
-    "data": 1,
-    "plan": 2,
-    "view": 3,
-    "runtime": 3,
-    "serve": 3,
-    "cli": 4,
-    "__main__": 5,
+    "files": 1,
+    "devices": 1,
+    "schedule": 2,
+    "cluster": 2,
+    "workload": 2,
+    "profile": 2,
+    "models": 2,
+    "data": 2,
+    "plan": 3,
+    "view": 4,
+    "runtime": 4,
+    "serve": 4,
+    "cli": 5,
+    "__main__": 6,
 }
 """A part imports itself and parts of lower levels only."""
 
-LIGHT = ("errors", "schedule", "cluster", "workload", "plan", "view", "cli")
+LIGHT = ("errors", "files", "devices", "schedule", "cluster", "workload", "view", "cli")
+WITHOUT_TORCH = (*LIGHT, "profile", "plan")
 """Parts that work where neither torch nor numpy is installed."""
 
 
@@ -131,6 +135,16 @@ def test_importing_all_that_is_light_pulls_in_neither_torch_nor_numpy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (run.stdout.strip(), run.stderr, run.returncode) == ("[]", "", 0)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import importlib, sys\n"
+        f"for name in {[m for m in MODULES if part(m) in WITHOUT_TORCH]!r}: importlib.import_module(name)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout.strip(), run.stderr, run.returncode) == ("False", "", 0)
 
 
 def test_importing_the_package_loads_none_of_its_parts() -> None:

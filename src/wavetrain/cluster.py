@@ -44,7 +44,7 @@ from typing import Any, Final, TypeVar
 
 from wavetrain.devices import GB, GBPS, TERA, Device, find_device, find_instance
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
-from wavetrain.schedule.files import read_text
+from wavetrain.files import read_text
 
 Found = TypeVar("Found")
 

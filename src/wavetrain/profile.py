@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavetrain.errors import FormatError
-from wavetrain.schedule.files import read_text
+from wavetrain.files import read_text
 
 Floats = NDArray[np.float64]
 MAX_LAYERS: Final = 4096

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
-from wavetrain.schedule.files import read_text
+from wavetrain.files import read_text
 
 PRECISIONS: Final = {"fp16": 2, "bf16": 2, "fp32": 4}
 """Bytes of an element."""

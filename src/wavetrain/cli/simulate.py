@@ -14,9 +14,10 @@ import tyro
 
 from wavetrain.cli.common import File, Flag, Names, Output, Problem, print_json, summary
 from wavetrain.errors import InputError
+from wavetrain.files import write_text
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import NAMES
-from wavetrain.schedule.files import save, write_text
+from wavetrain.schedule.files import save
 from wavetrain.schedule.proof import Certificate, prove
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.simulator import simulate

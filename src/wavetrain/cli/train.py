@@ -183,7 +183,7 @@ def draw_run(
     out: Path, timelines: Sequence[Timeline], losses: Mapping[str, Sequence[tuple[float, float]]], title: str
 ) -> dict[str, str]:
     """The pictures of a run: its losses, and its step as measured and as predicted, on one axis."""
-    from wavetrain.schedule.files import write_text
+    from wavetrain.files import write_text
     from wavetrain.view.chart import line_chart
     from wavetrain.view.page import write_page
 

@@ -28,7 +28,7 @@ from typing import Final
 from wavetrain.cluster import DEFAULT_INTER_GBPS, INTER_LATENCY, INTRA_LATENCY, Link, NodeGroup
 from wavetrain.devices import GBPS, Device, find_device
 from wavetrain.errors import FormatError, InputError
-from wavetrain.schedule.files import read_text
+from wavetrain.files import read_text
 from wavetrain.workload import PRECISIONS
 
 MAX_TRIALS: Final = 100_000

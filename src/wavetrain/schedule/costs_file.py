@@ -35,8 +35,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
+from wavetrain.files import read_text
 from wavetrain.schedule.costs import MAX_VALUE, Costs
-from wavetrain.schedule.files import read_text
 
 MAX_RANKS: Final = 4096
 """More would make matrices of pairs that no file is meant to describe."""

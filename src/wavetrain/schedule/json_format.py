@@ -21,10 +21,11 @@ import json
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, require_keys
+from wavetrain.files import MAX_BYTES
 from wavetrain.schedule.actions import Action
 from wavetrain.schedule.costs import MAX_VALUE
 from wavetrain.schedule.schedule import Schedule
-from wavetrain.schedule.torch_csv import MAX_ACTIONS, MAX_BYTES, MAX_NUMBER, MAX_RANKS, check_size, read_token
+from wavetrain.schedule.torch_csv import MAX_ACTIONS, MAX_NUMBER, MAX_RANKS, check_size, read_token
 
 FORMAT: Final = "wavetrain-schedule"
 VERSION: Final = 1

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from wavetrain.errors import FormatError, InputError, ProofError
+from wavetrain.files import MAX_BYTES
 from wavetrain.schedule.actions import Action
 from wavetrain.schedule.costs import Costs, square
 from wavetrain.schedule.graph import replay, schedule_graph
 from wavetrain.schedule.proof import check_actions, explain_deadlock
 from wavetrain.schedule.schedule import Schedule
 
-MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_NUMBER: Final = 1_000_000
 """The largest stage or micro-batch number that is read."""
 MAX_ACTIONS: Final = 4_000_000

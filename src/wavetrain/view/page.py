@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
-from wavetrain.schedule.files import write_text
+from wavetrain.files import write_text
 from wavetrain.schedule.timeline import Timeline
 from wavetrain.view.payload import dump_payloads
 
