@@ -11,7 +11,7 @@ As a file:
     gpus = 4                         # devices of a node
     memory_gib = 15.8                # what one of them can hold; default: the device's
     intra_gbps = 50                  # gigabits per second, one way, between devices of a node; default: the device's
-    inter_gbps = 50                  # of a node's network, one way
+    inter_gbps = 50                  # of a node's network, one way; default: what nodes of such devices usually have
     flow_gbps = 10                   # the most that one connection between nodes gets; default: all of inter_gbps
     intra_latency = 5e-6             # seconds of a message; default
     inter_latency = 2e-5             # default
@@ -52,7 +52,6 @@ MAX_NODES: Final = 100_000
 GIB: Final = 2.0**30
 INTRA_LATENCY: Final = 1e-5
 INTER_LATENCY: Final = 3e-5
-DEFAULT_INTER_GBPS: Final = 10.0
 
 _NODE_KEYS: Final = (
     *("count", "instance", "device", "gpus", "memory_gib", "intra_gbps", "inter_gbps", "flow_gbps"),
@@ -272,7 +271,7 @@ def _group(device: Device, count: int, gpus: int, given: Mapping[str, Any]) -> N
         device=device,
         intra=_link(intra, given.get("intra_latency", INTRA_LATENCY), given.get("intra_measured", ())),
         inter=_link(
-            given.get("inter_gbps", DEFAULT_INTER_GBPS) * GBPS,
+            given["inter_gbps"] * GBPS if "inter_gbps" in given else gpus * device.network_bandwidth,
             given.get("inter_latency", INTER_LATENCY),
             given.get("inter_measured", ()),
         ),

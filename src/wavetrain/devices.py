@@ -1,6 +1,7 @@
 """Tables of devices and of cloud instances: what a datasheet says.
 
-Numbers are those of dense arithmetic without sparsity. Where a card exists with two sizes of memory, its name says which. Prices
+Numbers are those of dense arithmetic without sparsity. Where a card exists with two sizes of memory, its name says which; the
+memory given is what its driver reports. Prices
 are list prices of on-demand use in dollars an hour and node; they change, and a cluster file may give its own.
 """
 
@@ -32,6 +33,8 @@ class Device:
     """Bytes per second."""
     link_bandwidth: float
     """Bytes per second, one way, from a device to the others of its node."""
+    network_bandwidth: float = 1.25 * GB
+    """Bytes per second that a node usually has to other nodes, one way, for every such device in it."""
 
     def flops(self, element_bytes: int) -> float:
         """Operations per second of matrix products with elements of 2 or 4 bytes."""
@@ -52,8 +55,8 @@ class Instance:
     """The most that one connection to another node gets, where it is less than the network's."""
 
 
-def _device(name: str, half: float, single: float, memory: float, bandwidth: float, link: float) -> Device:
-    """TFLOPS in fp16 and fp32, GB, GB/s of memory, GB/s of the link one way."""
+def _device(name: str, half: float, single: float, memory: float, bandwidth: float, link: float, network: float) -> Device:
+    """TFLOPS in fp16 and fp32, GB, GB/s of memory, GB/s of the link one way, Gbit/s of network a device usually has."""
     return Device(
         name=name,
         half_flops=half * TERA,
@@ -61,6 +64,7 @@ def _device(name: str, half: float, single: float, memory: float, bandwidth: flo
         memory_bytes=memory * GB,
         memory_bandwidth=bandwidth * GB,
         link_bandwidth=link * GB,
+        network_bandwidth=network * GBPS,
     )
 
 
@@ -68,29 +72,29 @@ _PCIE3, _PCIE4, _PCIE5 = 12.0, 24.0, 48.0  # GB/s that a x16 slot gives in pract
 DEVICES: Final[dict[str, Device]] = {
     device.name: device
     for device in (
-        _device("T4-16", 65, 8.1, 16, 320, _PCIE3),
-        _device("P100-16", 21.2, 10.6, 16, 732, _PCIE3),
-        _device("V100-16", 125, 15.7, 16, 900, 150),
-        _device("V100-32", 125, 15.7, 32, 900, 150),
-        _device("RTX-2080", 43, 11, 11, 616, _PCIE3),
-        _device("Titan-RTX", 130, 16.3, 24, 672, _PCIE3),
-        _device("RTX-3090", 71, 35.6, 24, 936, _PCIE4),
-        _device("RTX-4090", 165, 82.6, 24, 1008, _PCIE4),
-        _device("A10G-24", 70, 35, 24, 600, _PCIE4),
-        _device("A40-48", 150, 75, 48, 696, _PCIE4),
-        _device("A6000-48", 155, 77, 48, 768, _PCIE4),
-        _device("L4-24", 121, 60, 24, 300, _PCIE4),
-        _device("L40S-48", 362, 183, 48, 864, _PCIE4),
-        _device("A100-40", 312, 156, 40, 1555, 300),
-        _device("A100-80", 312, 156, 80, 2039, 300),
-        _device("H100-80", 990, 495, 80, 3350, 450),
-        _device("H200-141", 990, 495, 141, 4800, 450),
-        _device("GH-96", 990, 495, 96, 4000, 450),
-        _device("B200-192", 2250, 1125, 192, 8000, 900),
-        _device("MI250X-128", 383, 96, 128, 3277, 250),
-        _device("MI300X-192", 1307, 654, 192, 5300, 448),
-        _device("TPU-v4-32", 275, 137, 32, 1228, 150),
-        _device("CPU-core", 0.05, 0.05, 4, 8, 4),
+        _device("T4-16", 65, 8.1, 15.8, 320, _PCIE3, 12.5),
+        _device("P100-16", 21.2, 10.6, 17, 732, _PCIE3, 10),
+        _device("V100-16", 125, 15.7, 16.9, 900, 150, 2.5),
+        _device("V100-32", 125, 15.7, 34, 900, 150, 12.5),
+        _device("RTX-2080", 43, 11, 11, 616, _PCIE3, 3),
+        _device("Titan-RTX", 130, 16.3, 24, 672, _PCIE3, 3),
+        _device("RTX-3090", 71, 35.6, 24, 936, _PCIE4, 3),
+        _device("RTX-4090", 165, 82.6, 24, 1008, _PCIE4, 3),
+        _device("A10G-24", 70, 35, 24.1, 600, _PCIE4, 10),
+        _device("A40-48", 150, 75, 48, 696, _PCIE4, 25),
+        _device("A6000-48", 155, 77, 48, 768, _PCIE4, 25),
+        _device("L4-24", 121, 60, 24.1, 300, _PCIE4, 10),
+        _device("L40S-48", 362, 183, 48, 864, _PCIE4, 50),
+        _device("A100-40", 312, 156, 42.4, 1555, 300, 200),
+        _device("A100-80", 312, 156, 85, 2039, 300, 200),
+        _device("H100-80", 990, 495, 85, 3350, 450, 400),
+        _device("H200-141", 990, 495, 150, 4800, 450, 400),
+        _device("GH-96", 990, 495, 102, 4000, 450, 200),
+        _device("B200-192", 2250, 1125, 192, 8000, 900, 400),
+        _device("MI250X-128", 383, 96, 128, 3277, 250, 100),
+        _device("MI300X-192", 1307, 654, 192, 5300, 448, 400),
+        _device("TPU-v4-32", 275, 137, 32, 1228, 150, 100),
+        _device("CPU-core", 0.05, 0.05, 4, 8, 4, 5),
     )
 }
 """By name."""
@@ -157,8 +161,10 @@ INSTANCES: Final[dict[str, Instance]] = {
 """By name: Amazon's, Google's (a2 …), Microsoft's (N…)."""
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str, *, largest: bool = False) -> Device:
     """A device by its name or a short form of it (``a100``, ``A100-SXM4-80GB``, ``NVIDIA T4``).
+
+    Where the name leaves the size of memory open, it is the card with the least, or with ``largest`` the most.
 
     Raises:
         UnknownNameError: with the nearest names.
@@ -175,7 +181,9 @@ def find_device(name: str) -> Device:
     if size and (sized := f"{family}-{size[1]}".lower()) in (lower := {k.lower(): k for k in DEVICES}):
         return DEVICES[lower[sized]]
     if plain in _ALIASES or (family in _ALIASES and size):
-        return DEVICES[_ALIASES[plain if plain in _ALIASES else family]]
+        found = DEVICES[_ALIASES[plain if plain in _ALIASES else family]]
+        alike = [d for d in DEVICES.values() if largest and d.name.rpartition("-")[0] == found.name.rpartition("-")[0] != ""]
+        return max((found, *alike), key=lambda d: d.memory_bytes)
     raise UnknownNameError("device", name, (*DEVICES, *_ALIASES))
 
 

@@ -17,7 +17,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -60,6 +60,19 @@ class LayerTable:
     @property
     def num_layers(self) -> int:
         return int(self.forward.shape[1])
+
+    def averaged(self, alike: NDArray[np.intp]) -> LayerTable:
+        """With the mean of layers that are alike, (num_layers,) numbers of kinds: what they differ by is the measuring's."""
+        counts = np.bincount(alike)
+
+        def mean(table: Floats | None) -> Floats | None:
+            if table is None:
+                return None
+            return np.stack([(np.bincount(alike, weights=row) / counts)[alike] for row in table])
+
+        forward = mean(self.forward)
+        assert forward is not None, "it was given"
+        return replace(self, forward=forward, backward=mean(self.backward), update=mean(self.update))
 
     def at(self, micro_batch: float) -> Seconds:
         """Interpolated between what was measured; beyond it, along the last two sizes (never less than the last), and said so.

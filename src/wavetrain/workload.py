@@ -59,9 +59,15 @@ class Layer:
     """Operations of matrix products."""
     attention_flops: float = 0.0
     """Of these, the ones of attention's own two products: selective recompute does them again."""
+    width: float = 1.0
+    """Elements of a token's vector: products of narrow matrices reach less of a device's peak."""
     moved_split: float = 0.0
     """Bytes that everything but matrix products reads and writes."""
     moved_whole: float = 0.0
+    moved_scores: float = 0.0
+    """The same for attention's scores where they are written to memory; divided too."""
+    moved_logits: float = 0.0
+    """The same for logits and their loss; divided too."""
     parameters_split: float = 0.0
     """How many."""
     parameters_whole: float = 0.0
@@ -70,6 +76,8 @@ class Layer:
     activation_whole: float = 0.0
     score_bytes: float = 0.0
     """Of ``activation_split``, attention's scores and what is made of them: selective recompute does not keep them."""
+    working_split: float = 0.0
+    """Bytes that are needed while the backward pass of the layer runs, beside what was kept."""
     output_bytes: float = 0.0
     """Bytes of the layer's output."""
     reductions: int = 0
@@ -90,6 +98,8 @@ class Workload:
     """Whether the first and the last layer share their weights: on different ranks both hold them, and reduce their gradients."""
     tokens: int = 1
     """Of one sample; only to tell throughput in tokens."""
+    tensor_limit: int = 2**20
+    """Tensor parallelism must divide it: the number of attention heads, where the layers have any."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.layers) <= MAX_LAYERS:
@@ -149,6 +159,7 @@ class Shape:
             element_bytes=size,
             tied=self.tied,
             tokens=self.seq,
+            tensor_limit=self.heads,
         )
 
 
@@ -169,8 +180,10 @@ def block(shape: Shape, element_bytes: int) -> Layer:
         name="block",
         flops=2.0 * s * matrices + attention,
         attention_flops=attention,
-        moved_split=element_bytes * (s * h * (6 + 8 * wide) + 5 * scores),
+        width=float(h),
+        moved_split=element_bytes * s * h * (6 + 8 * wide),
         moved_whole=element_bytes * 20.0 * s * h,
+        moved_scores=element_bytes * 5.0 * scores,
         parameters_split=matrices + (2 + 2 * kv / a) * h + f,
         parameters_whole=6.0 * h,
         activation_split=half * (s * h * (8 + 16 * wide) + 5 * scores),
@@ -197,16 +210,18 @@ def embedding(shape: Shape, element_bytes: int) -> Layer:
 
 
 def head(shape: Shape, element_bytes: int) -> Layer:
-    """The last norm, the logits and the loss. Logits are taken to 4 bytes for the loss."""
+    """The last norm, the logits and the loss. Logits are taken to 4 bytes for the loss, which keeps them and their softmax."""
     logits = float(shape.seq) * shape.vocab
     return Layer(
         name="head",
         flops=2.0 * logits * shape.hidden,
-        moved_split=logits * (3.0 * element_bytes + 16.0),
+        width=float(shape.hidden),
+        moved_logits=logits * (3.0 * element_bytes + 16.0),
         moved_whole=6.0 * element_bytes * shape.seq * shape.hidden,
         parameters_split=0.0 if shape.tied else float(shape.vocab) * shape.hidden,
         parameters_whole=2.0 * shape.hidden,
-        activation_split=logits * (element_bytes + 4.0),
+        activation_split=logits * (element_bytes + 8.0),
+        working_split=logits * (element_bytes + 4.0),
         activation_whole=2.0 * element_bytes * shape.seq * shape.hidden,
         output_bytes=4.0,
         reductions=1,
@@ -302,7 +317,13 @@ def _of_parts(name: str, parts: list[Shape], element_bytes: int) -> Workload:
     for n, part in enumerate(parts):
         layers += [replace(block(part, element_bytes), name=f"block {n}.{i}") for i in range(part.layers)]
     layers.append(head(replace(parts[-1], tied=False), element_bytes))
-    return Workload(name=name, layers=tuple(layers), element_bytes=element_bytes, tokens=parts[0].seq)
+    return Workload(
+        name=name,
+        layers=tuple(layers),
+        element_bytes=element_bytes,
+        tokens=parts[0].seq,
+        tensor_limit=math.gcd(*(p.heads for p in parts)),
+    )
 
 
 _SHAPE_KEYS: Final = tuple(field.name for field in fields(Shape))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,8 @@ def best_cut(
     messages: Sequence[Floats],
     num_micro_batches: float,
     allowed: Sequence[NDArray[np.bool_]] | None = None,
+    *,
+    tolerance: float = 0.0,
 ) -> Cut | None:
     """The cut with the least value; None if none is allowed.
 
@@ -54,6 +57,7 @@ def best_cut(
         messages: seconds of a message after every layer, from stage k to k + 1 and back: P − 1 times (num_layers,).
         num_micro_batches: B, at least 1.
         allowed: whether stage k may hold layers a … b − 1, as ``allowed[k][a, b]``: P times (num_layers + 1, num_layers + 1).
+        tolerance: a share of the value; a cut may be returned that is known to be within it of the best.
     """
     num_stages, num_layers = len(seconds), len(seconds[0])
     if num_stages > num_layers:
@@ -68,11 +72,11 @@ def best_cut(
     best = _value(runs, points, total, repeats)
     _, cheapest = _cheapest(runs, edges, math.inf)
     limit = (best.value - cheapest) / repeats * _SAME if repeats > 0 else math.inf
-    while limit > least:
+    while limit > least and repeats * least + cheapest < best.value * (1 - tolerance):
         points, total = _cheapest(runs, edges, limit)
         found = _value(runs, points, total, repeats)
         best = min(best, found, key=lambda cut: cut.value)
-        if repeats * least + total >= best.value:
+        if repeats * least + total >= best.value * (1 - tolerance):
             break
         limit = found.slowest / _SAME
     return best
@@ -87,12 +91,18 @@ def _runs(seconds: Sequence[Floats], allowed: Sequence[NDArray[np.bool_]] | None
         if key not in made:
             sums = np.concatenate(([0.0], np.cumsum(times)))
             run = sums[None, :] - sums[:, None]
-            run[np.tril_indices(len(sums))] = math.inf
+            run[_lower(len(sums))] = math.inf
             if allowed is not None:
                 run = np.where(allowed[k], run, math.inf)
             made[key] = run
         runs.append(made[key])
     return runs
+
+
+@lru_cache(maxsize=16)
+def _lower(size: int) -> NDArray[np.bool_]:
+    """Where a run would be empty or backwards."""
+    return np.tri(size, dtype=bool)
 
 
 def _value(runs: Sequence[Floats], points: Sequence[int], total: float, repeats: float) -> Cut:

@@ -11,8 +11,9 @@ and partition:
 
     "stages": [{"layers": [0, 12], "replicas": [{"device": "GH-96", "tp": 4}, {"device": "GH-96", "tp": 4}]}, ...]
 
-``seconds`` is of one step; null and ``"failed": true`` for a run that did not work. ``peak_bytes`` (of the fullest device) and
-``precision`` (fp16, bf16, fp32) may be left out.
+``seconds`` is of one step; null and ``"failed": true`` for a run that did not work. These may be left out: ``peak_bytes`` (of
+the fullest device), ``precision`` (fp16, bf16, fp32), ``recompute`` (none, selective, full), ``gradient_bytes`` (of one gradient
+between replicas), ``source``. Published sets of trials leave out what all of their runs have in common: see :data:`SOURCES`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from wavetrain.cluster import DEFAULT_INTER_GBPS, INTER_LATENCY, INTRA_LATENCY, Link, NodeGroup
+from wavetrain.cluster import INTER_LATENCY, INTRA_LATENCY, Link, NodeGroup
 from wavetrain.devices import GBPS, Device, find_device
 from wavetrain.errors import FormatError, InputError
 from wavetrain.files import read_text
@@ -37,6 +38,14 @@ DEFAULT_VOCAB: Final = 51200
 """Of models given by their shape."""
 
 
+SOURCES: Final[dict[str, dict[str, object]]] = {
+    "amp": {"precision": "fp16", "recompute": "none", "gradient_bytes": 4},
+    "vtrain": {"precision": "fp16", "gradient_bytes": 2},
+    "sailor": {"precision": "fp32", "recompute": "none", "gradient_bytes": 4},
+}
+"""What the runs of published sets have in common: AMP's (NeurIPS'22), vTrain's (MICRO'24), Sailor's (SOSP'25)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialSlot:
     """The devices that compute one stage of one replica."""
@@ -45,6 +54,8 @@ class TrialSlot:
     tp: int
     node: int
     """Of its first device; −1 where the trial does not say."""
+    group: int
+    """Of its node; −1 where the trial does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,10 @@ class Trial:
     global_batch: int
     micro_batch: int
     schedule: str
-    precision: str | None
+    precision: str
+    recompute: str | None
+    """None where the trial does not say."""
+    gradient_bytes: int
     seconds: float | None
     """None if it failed."""
     peak_bytes: float | None
@@ -121,9 +135,13 @@ class _Reader:
             raise self.error(f"failed is {failed!r}; expected true or false")
         if not failed and data.get("seconds") is None:
             raise self.error("no seconds: a trial that was not measured must say that it failed")
-        precision = data.get("precision")
-        if precision is not None and precision not in PRECISIONS:
+        common = SOURCES.get(self._text("source", ""), {})
+        precision = data.get("precision", common.get("precision", "fp16"))
+        if precision not in PRECISIONS:
             raise self.error(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
+        recompute = data.get("recompute", common.get("recompute"))
+        if recompute not in (None, "none", "selective", "full"):
+            raise self.error(f"recompute is {recompute!r}; expected none, selective or full")
         peak = data.get("peak_bytes")
         trial = Trial(
             id=self._text("id", "?"),
@@ -136,6 +154,8 @@ class _Reader:
             micro_batch=self._count("micro_batch", data.get("micro_batch")),
             schedule=self._text("schedule", "1f1b"),
             precision=precision,
+            recompute=recompute,
+            gradient_bytes=self._count("gradient_bytes", data.get("gradient_bytes", common.get("gradient_bytes", 4))),
             seconds=None if failed else self._positive("seconds", data["seconds"]),
             peak_bytes=None if peak is None else self._positive("peak_bytes", peak),
         )
@@ -166,10 +186,11 @@ class _Reader:
             device = self._device(f"nodes[{i}].device", node.get("device"))
             intra = node.get("intra_gbps")
             inter = node.get("inter_gbps")
+            gpus = self._count(f"nodes[{i}].gpus", node.get("gpus", 1))
             found.append(
                 NodeGroup(
                     count=self._count(f"nodes[{i}].count", node.get("count", 1)),
-                    gpus=self._count(f"nodes[{i}].gpus", node.get("gpus", 1)),
+                    gpus=gpus,
                     device=device,
                     intra=Link(
                         bandwidth=device.link_bandwidth
@@ -178,8 +199,9 @@ class _Reader:
                         latency=INTRA_LATENCY,
                     ),
                     inter=Link(
-                        bandwidth=GBPS
-                        * (DEFAULT_INTER_GBPS if inter is None else self._positive(f"nodes[{i}].inter_gbps", inter)),
+                        bandwidth=gpus * device.network_bandwidth
+                        if inter is None
+                        else GBPS * self._positive(f"nodes[{i}].inter_gbps", inter),
                         latency=INTER_LATENCY,
                     ),
                 )
@@ -193,18 +215,18 @@ class _Reader:
             raise self.error(f"tp {tp} × dp {dp} × pp {pp} needs {tp * dp * pp} devices, but the nodes have {total}")
         if total > MAX_DEVICES:
             raise self.error(f"{total} devices; at most {MAX_DEVICES} are scored")
-        homes: list[tuple[int, Device]] = []
-        node = 0
-        for group in groups:
+        homes: list[tuple[int, int]] = []
+        for i, group in enumerate(groups):
             for _ in range(group.count):
-                homes += [(node, group.device)] * group.gpus
-                node += 1
+                homes += [(homes[-1][0] + 1 if homes else 0, i)] * group.gpus
         slots = []
         for stage in range(pp):
             row = []
             for replica in range(dp):
                 first = (stage * dp + replica) * tp
-                row.append(TrialSlot(device=_slowest(homes[first : first + tp]), tp=tp, node=homes[first][0]))
+                shared = homes[first : first + tp]
+                slowest = min((i for _, i in shared), key=lambda i: groups[i].device.half_flops)  # it sets the pace
+                row.append(TrialSlot(device=groups[slowest].device, tp=tp, node=homes[first][0], group=slowest))
             slots.append(tuple(row))
         partition = self.data.get("partition")
         return tuple(slots), None if partition is None else self._cut("partition", partition, pp)
@@ -225,7 +247,7 @@ class _Reader:
                 if not isinstance(replica, dict):
                     raise self.error(f"{where} is {replica!r}; expected an object")
                 device = self._device(f"{where}.device", replica.get("device"))
-                row.append(TrialSlot(device=device, tp=self._count(f"{where}.tp", replica.get("tp", 1)), node=-1))
+                row.append(TrialSlot(device=device, tp=self._count(f"{where}.tp", replica.get("tp", 1)), node=-1, group=-1))
             slots.append(tuple(row))
         if len({len(row) for row in slots}) != 1:
             raise self.error("stages must have the same number of replicas")
@@ -241,7 +263,7 @@ class _Reader:
         if not isinstance(name, str):
             raise self.error(f"{key} is {name!r}; expected a name")
         try:
-            return find_device(name)
+            return find_device(name, largest=True)  # it ran: a card that is named by its family had what it took
         except InputError as error:
             raise self.error(f"{key}: {error}") from None
 
@@ -260,7 +282,3 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(f"{key} is {value!r}; expected a number above 0")
         return float(value)
-
-
-def _slowest(homes: list[tuple[int, Device]]) -> Device:
-    return min((device for _, device in homes), key=lambda device: device.half_flops)
