@@ -16,16 +16,16 @@ import io
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wavetrain.errors import FormatError
-from wavetrain.files import read_text
+from wavetrain.errors import FormatError, InputError
+from wavetrain.files import read_text, write_text
 
 Floats = NDArray[np.float64]
 MAX_LAYERS: Final = 4096
@@ -248,3 +248,53 @@ def _number(path: Path, line: int, row: Mapping[str, str], name: str) -> float:
 
 def _maybe(path: Path, line: int, row: Mapping[str, str], name: str) -> float | None:
     return _number(path, line, row, name) if row.get(name, "").strip() else None
+
+
+class Measured(Protocol):
+    """What was measured of a layer for one micro-batch; bytes are of the whole micro-batch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: float
+    output_bytes: float
+    activation_bytes: float
+
+
+def write_profiles(
+    folder: str | os.PathLike[str],
+    model: str,
+    device: str,
+    layers: Mapping[int, Sequence[Measured]],
+    link_bytes_per_second: float | None = None,
+    *,
+    tp: int = 1,
+) -> None:
+    """Write the folder that :func:`load_profiles` reads.
+
+    Args:
+        folder: is made if it is not there; files in it are replaced.
+        model: its name.
+        device: its name.
+        layers: what was measured, by micro-batch, one a layer.
+        link_bytes_per_second: between two devices of the machine; None if it was not measured.
+        tp: devices that shared the layers.
+    """
+    for name in (model, device):
+        if any(c in name for c in ',"\r\n'):
+            raise InputError(f"{name!r} cannot stand in a CSV file: no commas, quotes or line breaks")
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    times = ["model,device,tp,micro_batch,layer,forward_s,backward_s,update_s"]
+    for size, measured in sorted(layers.items()):
+        for i, one in enumerate(measured):
+            times.append(f"{model},{device},{tp},{size},{i},{one.forward_seconds:.9g},{one.backward_seconds:.9g},")
+    smallest = min(layers)
+    memory = ["model,tp,layer,params_bytes,output_bytes,activation_bytes_per_sample"]
+    for i, one in enumerate(layers[smallest]):
+        per_sample = (one.output_bytes / smallest, one.activation_bytes / smallest)
+        memory.append(f"{model},{tp},{i},{one.parameter_bytes:.0f},{per_sample[0]:.0f},{per_sample[1]:.0f}")
+    write_text(root / "layer_profiles.csv", "\n".join(times) + "\n")
+    write_text(root / "layer_memory.csv", "\n".join(memory) + "\n")
+    if link_bytes_per_second is not None:
+        rows = ["device,scope,gpus_in_group,peak_bytes_per_s", f"{device},intra,2,{link_bytes_per_second:.0f}"]
+        write_text(root / "links.csv", "\n".join(rows) + "\n")

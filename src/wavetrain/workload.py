@@ -100,6 +100,8 @@ class Workload:
     """Of one sample; only to tell throughput in tokens."""
     tensor_limit: int = 2**20
     """Tensor parallelism must divide it: the number of attention heads, where the layers have any."""
+    shape: Shape | None = None
+    """Of a transformer of equal blocks."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.layers) <= MAX_LAYERS:
@@ -160,6 +162,7 @@ class Shape:
             tied=self.tied,
             tokens=self.seq,
             tensor_limit=self.heads,
+            shape=self,
         )
 
 

@@ -56,17 +56,36 @@ def _parse(arguments: list[str]) -> Verb:
         raise SystemExit(0)
     import tyro
 
+    from wavetrain.cli.explain import Compare, Explain
+    from wavetrain.cli.export import Export, Lint
+    from wavetrain.cli.plan import PlanVerb
+    from wavetrain.cli.profile import ProfileVerb
     from wavetrain.cli.prove import Prove
     from wavetrain.cli.rehearse import Rehearse
+    from wavetrain.cli.score import ScoreVerb
     from wavetrain.cli.simulate import Simulate
     from wavetrain.cli.train import Train
     from wavetrain.cli.view import View
 
+    arguments = _joined(arguments)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             verb: Verb = tyro.extras.subcommand_cli_from_dict(
-                {"simulate": Simulate, "prove": Prove, "view": View, "rehearse": Rehearse, "train": Train},
+                {
+                    "plan": PlanVerb,
+                    "explain": Explain,
+                    "compare": Compare,
+                    "export": Export,
+                    "lint": Lint,
+                    "profile": ProfileVerb,
+                    "score": ScoreVerb,
+                    "simulate": Simulate,
+                    "prove": Prove,
+                    "view": View,
+                    "rehearse": Rehearse,
+                    "train": Train,
+                },
                 args=arguments,
                 prog="wavetrain",
                 description="From a model and a set of uneven machines to a trained, served model.",
@@ -78,6 +97,17 @@ def _parse(arguments: list[str]) -> Verb:
         print(f"wavetrain: {_first_lines(complaint.getvalue())}", file=sys.stderr)
         raise SystemExit(2) from None
     return verb
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """``--megatron "--flags of another program"`` as one argument: the parser would take its value for flags of ours."""
+    found: list[str] = []
+    for argument in arguments:
+        if found and found[-1] == "--megatron":
+            found[-1] = f"--megatron={argument}"
+        else:
+            found.append(argument)
+    return found
 
 
 def _first_lines(complaint: str) -> str:

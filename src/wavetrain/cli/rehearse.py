@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import tyro
 
@@ -12,9 +13,12 @@ from wavetrain.cli.common import File, Number, Output, Problem, print_json
 from wavetrain.errors import InputError
 from wavetrain.schedule.analysis import critical_path
 from wavetrain.schedule.costs import MAX_VALUE, Costs
+from wavetrain.schedule.families import build
+from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
+    from wavetrain.plan.plan import Plan
     from wavetrain.runtime.rehearsal import Rehearsal
 
 _FORWARD_SECONDS = 0.05
@@ -54,6 +58,37 @@ class RehearsalProblem(Problem):
         return dataclasses.replace(costs, message_bytes=(float(size),) * costs.num_stages)
 
 
+def plan_schedule(plan: Plan) -> tuple[Schedule, Costs]:
+    """The schedule of a plan's slowest replica, and its costs.
+
+    Raises:
+        InputError: the plan was too large to be staged.
+    """
+    if plan.costs is None:
+        raise InputError("the plan's schedule is too large to build; it has no [costs]")
+    options: dict[str, int] = {"waves": plan.waves} if plan.schedule in ("hanayo", "zb-wave") else {}
+    if plan.schedule == "interleaved":
+        options = {"stages_per_rank": plan.waves}
+    count = plan.micro_batches[plan.slowest[1]]
+    return build(plan.schedule, num_ranks=plan.pp, num_micro_batches=count, costs=plan.costs, **options), plan.costs  # type: ignore[arg-type]
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """Costs of a cluster that is 1/``factor`` times as fast: seconds of stages and links times ``factor``."""
+    if not 0 < factor < float("inf"):
+        raise InputError(f"--time-scale is {factor}; give a number above 0")
+    latency = tuple(tuple(factor * v for v in row) for row in costs.latency)
+    bandwidth = tuple(tuple(v / factor for v in row) for row in costs.bandwidth)
+    return dataclasses.replace(
+        costs,
+        forward=tuple(factor * v for v in costs.forward),
+        backward_input=tuple(factor * v for v in costs.backward_input),
+        backward_weight=tuple(factor * v for v in costs.backward_weight),
+        latency=latency,
+        bandwidth=bandwidth,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearse(Output):
     """Run a schedule in real processes with real messages, before the machines for it are rented; compute is waiting.
@@ -62,9 +97,15 @@ class Rehearse(Output):
 
     wavetrain rehearse --schedule my.csv --costs costs.toml --html out.html
 
+    wavetrain rehearse plan.toml --time-scale 0.1
+
     Shown: the step as predicted with this machine's own hop, as measured, and what lies between the two.
     """
 
+    plan: Annotated[Optional[Path], tyro.conf.Positional, tyro.conf.arg(metavar="[PLAN]", help_behavior_hint="")] = None  # noqa: UP045
+    """What wavetrain plan wrote: its slowest replica's pipeline is rehearsed. The flags of schedules and costs do not apply."""
+    time_scale: Annotated[float, tyro.conf.arg(metavar="X")] = 1.0
+    """Rehearse a plan's seconds times this; messages keep their size."""
     problem: Annotated[RehearsalProblem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RehearsalProblem)
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """Steps that count; the median is reported."""
@@ -73,11 +114,21 @@ class Rehearse(Output):
     html: File = None
     """Write the timeline page: the median step as measured and as predicted, on one axis."""
 
+    def _problem(self) -> tuple[Schedule, Costs]:
+        if self.plan is None:
+            return self.problem.build()
+        if self.problem != RehearsalProblem():
+            raise InputError("a plan says which schedule and costs to rehearse; leave the flags of schedules and costs out")
+        from wavetrain.plan.plan import load_plan
+
+        schedule, costs = plan_schedule(load_plan(self.plan))
+        return schedule, scaled(costs, self.time_scale)
+
     def run(self) -> int:
         """Rehearse, and print the figures."""
         if self.steps < 1 or self.warmup < 0:
             raise InputError(f"--steps {self.steps} --warmup {self.warmup}: at least 1 step must count, and 0 or more go before")
-        schedule, costs = self.problem.build()
+        schedule, costs = self._problem()
         from wavetrain.runtime.rehearsal import rehearse
 
         found = rehearse(schedule, costs, steps=self.steps, warmup=self.warmup)

@@ -204,7 +204,8 @@ class CostModel:
         messages *= passes(strategy.schedule, strategy.waves)
         if self.overlaps:  # a link holds its ranks up only where it takes longer than they do
             messages = np.maximum(messages - (forward + backward)[:, kind_of], 0.0)
-        pipelines = self._pipelines(forward[:, kind_of] + messages / 2, backward[:, kind_of] + messages / 2, strategy)
+        late = edges / 2 if self.overlaps else 0.0 * edges
+        pipelines = self._pipelines(forward[:, kind_of] + messages / 2, backward[:, kind_of] + messages / 2, late, strategy)
         replica = int(pipelines.argmax())
         kind = kind_of[replica]
         compute = (forward + backward)[:, kind]
@@ -234,15 +235,17 @@ class CostModel:
             estimated=estimated,
         )
 
-    def _pipelines(self, forward: Floats, backward: Floats, strategy: Strategy) -> Floats:
+    def _pipelines(self, forward: Floats, backward: Floats, late: Floats, strategy: Strategy) -> Floats:
         """Seconds of every replica's pipeline, (D,); those that are alike are computed once."""
         counts = np.asarray(strategy.num_micro_batches, dtype=np.float64)
-        if forward.shape[1] == 1:
-            columns, index = np.concatenate((forward, backward, counts[None])), np.zeros(1, dtype=np.intp)
-        else:
-            columns, index = np.unique(np.concatenate((forward, backward, counts[None])), axis=1, return_inverse=True)
-        ranks = forward.shape[0]
-        times = [pipeline_seconds(c[:ranks], c[ranks:-1], int(c[-1]), strategy.schedule, strategy.waves) for c in columns.T]
+        columns = np.concatenate((forward, backward, late, counts[None]))
+        index = np.zeros(columns.shape[1], dtype=np.intp)
+        if columns.shape[1] > 1:
+            columns, index = np.unique(columns, axis=1, return_inverse=True)
+        p = forward.shape[0]
+        times = [
+            pipeline_seconds(c[:p], c[p : 2 * p], int(c[-1]), strategy.schedule, strategy.waves, c[2 * p : -1]) for c in columns.T
+        ]
         return np.array(times)[index.reshape(-1)]
 
     def edge_seconds(self, layout: Layout, micro_batch: float) -> list[Floats]:
@@ -252,7 +255,7 @@ class CostModel:
         sizes = micro_batch * self.arrays.output_bytes
         found: list[Floats] = []
         made: dict[bytes, Floats] = {}
-        slowest, per_byte = self._channel_rates(layout)
+        slowest, per_byte = self.channel_rates(layout)
         for k in range(layout.num_ranks - 1):
             worst = int((slowest[k] + sizes.max() * per_byte[k]).argmax())
             key = np.array([slowest[k, worst], per_byte[k, worst]]).tobytes()
@@ -261,7 +264,7 @@ class CostModel:
             found.append(made[key])
         return found
 
-    def _channel_rates(self, layout: Layout) -> tuple[Floats, Floats]:
+    def channel_rates(self, layout: Layout) -> tuple[Floats, Floats]:
         """Seconds of a message beside its bytes, and of one byte, from every rank to the next, (P − 1, D); the devices of a slot
         send a part each.
         """
@@ -280,7 +283,7 @@ class CostModel:
         if layout.num_ranks == 1:
             return np.zeros((0, layout.num_replicas))
         sizes = micro_batch * self.arrays.output_bytes[np.asarray(cut[1:-1]) - 1]
-        latency, per_byte = self._channel_rates(layout)
+        latency, per_byte = self.channel_rates(layout)
         both: Floats = 2 * (latency + sizes[:, None] * per_byte)
         return both
 

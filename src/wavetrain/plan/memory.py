@@ -107,7 +107,7 @@ def in_flight(schedule: str, num_ranks: int, num_micro_batches: int, waves: int 
     """
     ranks = np.arange(num_ranks, dtype=np.float64)
     most: Floats = np.full(num_ranks, float(num_micro_batches))
-    if schedule in ("1f1b", "dapple"):
+    if schedule == "1f1b":
         most = np.minimum(num_ranks - ranks, most)
     elif schedule == "interleaved":
         most = np.minimum(num_ranks - ranks + (num_ranks - 1) / waves, most)

@@ -58,7 +58,7 @@ class Replay:
         return found
 
     def ran(self, trial: Trial, estimate: Estimate) -> bool:
-        """Whether the trial should have run: it fits, and no stage is without parameters, of which DeepSpeed makes no optimizer."""
+        """Whether the trial should have run: it fits, and no stage is without parameters (DeepSpeed optimizes none)."""
         _, cut, workload = self._placed(trial)
         a = self._base(workload).arrays
         counts = np.add.reduceat(a.parameters_split + a.parameters_whole, np.asarray(cut[:-1]))

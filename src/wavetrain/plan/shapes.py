@@ -93,10 +93,10 @@ class Shapes:
         """Why there is no shape at all."""
         workload = self.model.workload
         return (
-            f"{workload.name} ({workload.num_layers} layers; tensor parallelism must divide {workload.tensor_limit}) cannot be split "
-            f"over {self.cluster.describe()} with a global batch of {self.global_batch} and the limits that were given: either no "
-            "number of replicas up to the batch leaves at most one rank a layer, or no plan has room for the layers even with full "
-            "recompute and a sharded optimizer; take more or larger devices, or fewer limits"
+            f"{workload.name} ({workload.num_layers} layers; tensor parallelism must divide {workload.tensor_limit}) cannot be "
+            f"split over {self.cluster.describe()} with a global batch of {self.global_batch} and the limits that were given: "
+            "either no number of replicas up to the batch leaves at most one rank a layer, or no plan has room for the layers, "
+            "even with full recompute and a sharded optimizer; take more or larger devices, or fewer limits"
         )
 
     def all(self) -> Iterator[Shape]:
@@ -138,7 +138,8 @@ class Shapes:
         self, groups: Sequence[NodeGroup], tp: int, micro_batch: int, recompute: Recompute
     ) -> tuple[Floats, Floats, float]:
         """Of a slot of every group: micro-batches of the whole model a second, at the most; how many slots there are; and the
-        least seconds from the beginning of a micro-batch's forward pass to the end of its backward pass (of its I, where it is split).
+        least seconds from the beginning of a micro-batch's forward pass to the end of its backward pass (of its I, where it is
+        split).
         """
         key = (tuple(id(g) for g in groups), tp, micro_batch, recompute)
         if key not in self.rates:

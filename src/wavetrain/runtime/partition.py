@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations_with_replacement, pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from wavetrain.errors import InputError
 from wavetrain.models.costs import layer_cost
+from wavetrain.schedule.balance import even_ranks
 from wavetrain.schedule.costs import Costs, cut_points
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.simulator import simulate
@@ -44,7 +45,7 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
         )
     times = tuple(layer_cost(layer) for layer in layers)
     even = list(cut_points(times, schedule.shares or (1.0,) * num_stages))
-    candidates = (even, _even_ranks(even, times, schedule))
+    candidates = (even, even_ranks(even, [times] * schedule.num_ranks, schedule.placements, schedule.shares))
 
     def seconds(points: list[int]) -> float:
         stages = [sum(times[a:b]) for a, b in pairwise(points)]
@@ -52,41 +53,6 @@ def cut_layers(layers: Sequence[nn.Module], schedule: Schedule, counts: Sequence
 
     points = min(candidates, key=seconds)
     return [range(a, b) for a, b in pairwise(points)]
-
-
-def _even_ranks(points: list[int], times: Sequence[float], schedule: Schedule) -> list[int]:
-    """Boundaries moved, one layer at a time, as long as that makes the ranks' work (and then the stages) more even.
-
-    Stages of whole layers cannot be equal where the layers are few; but the stages of one rank can make up for each other.
-    """
-    sums = [0.0, *accumulate(times)]
-    mean = sums[-1] / schedule.num_ranks
-    shares = schedule.shares or (1.0,) * schedule.num_stages
-    unit = sum(shares) / len(shares)
-
-    def unevenness(points: Sequence[int]) -> float:
-        stages = [sums[b] - sums[a] for a, b in pairwise(points)]
-        ranks = [0.0] * schedule.num_ranks
-        for placement in schedule.placements:
-            for stage, rank in enumerate(placement):
-                ranks[rank] += stages[stage]
-        return sum((r - mean) ** 2 for r in ranks) + 1e-3 * sum(
-            s * s * unit / share for s, share in zip(stages, shares, strict=True)
-        ) / len(stages)
-
-    best, value = list(points), unevenness(points)
-    improved = True
-    while improved:
-        improved = False
-        for i, j in combinations_with_replacement(range(1, len(points) - 1), 2):
-            for di, dj in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
-                moved = list(best)
-                moved[i] += di
-                if j != i:
-                    moved[j] += dj
-                if all(a < b for a, b in pairwise(moved)) and (now := unevenness(moved)) < value * (1 - 1e-9):
-                    best, value, improved = moved, now, True
-    return best
 
 
 def layer_costs(layers: Sequence[nn.Module], num_ranks: int) -> Costs:

@@ -20,7 +20,9 @@ LOGGERS: Final = ("tensorboard", "wandb")
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 
 _MODEL: Final = ("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads")
-_PLAN: Final = ("schedule", "waves", "stages_per_rank", "growth")
+_PLAN: Final = ("schedule", "waves", "stages_per_rank", "growth", "cut")
+TABLES: Final = ("plan", "ranks", "costs", "train")
+"""Of a plan file."""
 _KINDS: Final = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list of texts"}
 
 
@@ -72,6 +74,8 @@ class TrainConfig:
     """Of zb-wave: the work of a pass over the ranks over that of the pass before. Default: 1, all stages alike."""
     micro_batches: int | None = None
     """Micro-batches a step and replica. Default: 2 a pipeline rank, or what the schedule's file has."""
+    cut: tuple[int, ...] = ()
+    """Layers of every stage, in the order of the forward pass. Default: by the layers' estimated costs."""
     recompute: bool = False
     """Keep only the inputs of stages, and compute the rest again in the backward pass."""
     precision: str = "fp32"
@@ -217,7 +221,7 @@ def saved_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
     known = {field.name for field in fields(TrainConfig)}
     left_out = {"out", "resume", "quiet", "log"}
     if any(key in wanted for key in ("ranks", "dp", "tp")):
-        left_out |= {"ranks", "dp", "tp", "waves", "growth"}
+        left_out |= {"ranks", "dp", "tp", "waves", "growth", "cut"}
     return {key: _as_field(value) for key, value in saved.items() if key in known - left_out}
 
 
@@ -230,7 +234,12 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise FormatError(path, None, f"not TOML: {error}") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    require_keys(path, document, ["train"])
+    require_keys(path, document, TABLES)
+    if "train" not in document and "plan" in document:
+        raise InputError(
+            f"{path} was planned for a model or a strategy that wavetrain train cannot run (its first lines say why); export it, "
+            "or give a [train] table"
+        )
     table = document.get("train", {})
     if not isinstance(table, dict):
         raise FormatError(path, None, "train is not a table; write [train] above its keys")
@@ -239,14 +248,18 @@ def read_plan(path: Path) -> dict[str, Any]:
     require_keys(f"[train] of {path}", found, hints)
     for key, value in found.items():
         kind = _kind(hints[key])
-        if kind is tuple and isinstance(value, str):
+        if kind is tuple and isinstance(value, str) and key != "cut":
             found[key] = (value,)
-        elif kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        elif (key == "cut" and isinstance(value, list) and all(type(item) is int and item >= 1 for item in value)) or (
+            key != "cut" and kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value)
+        ):
             found[key] = tuple(value)
         elif kind is float and isinstance(value, int) and not isinstance(value, bool):
             found[key] = float(value)
         elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise FormatError(path, None, f"{key} = {value!r}; give {_KINDS[kind]}")
+            raise FormatError(
+                path, None, f"{key} = {value!r}; give {'a list of whole numbers' if key == 'cut' else _KINDS[kind]}"
+            )
     return found
 
 

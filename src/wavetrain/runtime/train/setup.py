@@ -66,7 +66,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
             f"not for {config.pipeline_ranks} and {config.micro_batches}"
         )
     prove(given).require()
-    cut_layers(layers, given)
+    cut_layers(layers, given, config.cut or None)
     open_batches(config)
     found = checkpoint.latest(config.checkpoints)
     if config.resume and found is None:

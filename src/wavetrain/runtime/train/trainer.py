@@ -144,6 +144,7 @@ class _Trainer:
             model,
             schedule=schedule,
             loss_fn=token_loss,
+            cut=config.cut or None,
             dp=config.dp,
             tp=config.tp,
             recompute=config.recompute,
