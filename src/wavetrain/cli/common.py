@@ -29,6 +29,10 @@ Names: TypeAlias = Annotated[  # None first, so that the default is known withou
     Union[None, tuple[str, ...]],  # noqa: UP007, RUF036
     tyro.conf.arg(metavar="NAME ...", help_behavior_hint=""),
 ]
+Counts: TypeAlias = Annotated[
+    Union[None, tuple[int, ...]],  # noqa: UP007, RUF036
+    tyro.conf.arg(metavar="N ...", help_behavior_hint=""),
+]
 Flag: TypeAlias = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 MAX_ACTIONS = 4_000_000

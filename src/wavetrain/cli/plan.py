@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from wavetrain.cli.common import Count, File, Flag, Name, Names, Number, print_json
+from wavetrain.cli.common import Count, Counts, File, Flag, Name, Names, Number, print_json
 from wavetrain.cli.planning import Costing, console, plan_table, print_explanation, progress_line, rank_table
 from wavetrain.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from wavetrain.plan.planner import Planned
     from wavetrain.plan.shapes import Limits
-
-Counts = Annotated[Union[None, tuple[int, ...]], tyro.conf.arg(metavar="N ...", help_behavior_hint="")]  # noqa: UP007, RUF036
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,17 +73,19 @@ def plan_schedule(plan: Plan) -> tuple[Schedule, Costs]:
     return build(plan.schedule, num_ranks=plan.pp, num_micro_batches=count, costs=plan.costs, **options), plan.costs  # type: ignore[arg-type]
 
 
-def scaled(costs: Costs, factor: float) -> Costs:
-    """Costs of a cluster that is 1/``factor`` times as fast: seconds of stages and links times ``factor``."""
-    if not 0 < factor < float("inf"):
-        raise InputError(f"--time-scale is {factor}; give a number above 0")
+def scaled(costs: Costs, factor: float, size: float = 1.0) -> Costs:
+    """Costs with all seconds times ``factor``, and messages of ``size`` times the bytes on links that are as much slower."""
+    for flag, value in (("--time-scale", factor), ("--message-scale", size)):
+        if not 0 < value < float("inf"):
+            raise InputError(f"{flag} is {value}; give a number above 0")
     latency = tuple(tuple(factor * v for v in row) for row in costs.latency)
-    bandwidth = tuple(tuple(v / factor for v in row) for row in costs.bandwidth)
+    bandwidth = tuple(tuple(v * size / factor for v in row) for row in costs.bandwidth)
     return dataclasses.replace(
         costs,
         forward=tuple(factor * v for v in costs.forward),
         backward_input=tuple(factor * v for v in costs.backward_input),
         backward_weight=tuple(factor * v for v in costs.backward_weight),
+        message_bytes=tuple(size * v for v in costs.message_bytes),
         latency=latency,
         bandwidth=bandwidth,
     )
@@ -97,7 +99,7 @@ class Rehearse(Output):
 
     wavetrain rehearse --schedule my.csv --costs costs.toml --html out.html
 
-    wavetrain rehearse plan.toml --time-scale 0.1
+    wavetrain rehearse plan.toml --time-scale 2 --message-scale 0.01
 
     Shown: the step as predicted with this machine's own hop, as measured, and what lies between the two.
     """
@@ -105,7 +107,9 @@ class Rehearse(Output):
     plan: Annotated[Optional[Path], tyro.conf.Positional, tyro.conf.arg(metavar="[PLAN]", help_behavior_hint="")] = None  # noqa: UP045
     """What wavetrain plan wrote: its slowest replica's pipeline is rehearsed. The flags of schedules and costs do not apply."""
     time_scale: Annotated[float, tyro.conf.arg(metavar="X")] = 1.0
-    """Rehearse a plan's seconds times this; messages keep their size."""
+    """Rehearse a plan's seconds times this."""
+    message_scale: Annotated[float, tyro.conf.arg(metavar="X")] = 1.0
+    """Rehearse a plan's messages with so many times the bytes, and as slow: whole ones may be too much for a laptop."""
     problem: Annotated[RehearsalProblem, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RehearsalProblem)
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """Steps that count; the median is reported."""
@@ -122,7 +126,7 @@ class Rehearse(Output):
         from wavetrain.plan.plan import load_plan
 
         schedule, costs = plan_schedule(load_plan(self.plan))
-        return schedule, scaled(costs, self.time_scale)
+        return schedule, scaled(costs, self.time_scale, self.message_scale)
 
     def run(self) -> int:
         """Rehearse, and print the figures."""

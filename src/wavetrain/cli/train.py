@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeAlias, Union
 
 import tyro
 
-from wavetrain.cli.common import Count, Flag, Name, Names, Number, Output, print_json
+from wavetrain.cli.common import Count, Counts, Flag, Name, Names, Number, Output, print_json
 from wavetrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Settings:
     """For zb-wave with more micro-batches than ranks: the work of a pass over the ranks over that of the pass before."""
     micro_batches: Count = None
     """Micro-batches a step and replica. Default: 2 a pipeline rank."""
+    cut: Counts = None
+    """Layers of every stage, in the order of the forward pass. Default: by the layers' estimated costs."""
     batch: Count = None
     """Sequences a step, over all replicas. Default: 2 a micro-batch."""
     seq: Count = None

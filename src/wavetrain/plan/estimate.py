@@ -202,10 +202,13 @@ class CostModel:
         messages[:-1] = edges
         messages[1:] = np.maximum(messages[1:], edges)
         messages *= passes(strategy.schedule, strategy.waves)
-        if self.overlaps:  # a link holds its ranks up only where it takes longer than they do
-            messages = np.maximum(messages - (forward + backward)[:, kind_of], 0.0)
-        late = edges / 2 if self.overlaps else 0.0 * edges
-        pipelines = self._pipelines(forward[:, kind_of] + messages / 2, backward[:, kind_of] + messages / 2, late, strategy)
+        if self.overlaps:  # a link takes both ways at once, and holds its ranks up only where it takes longer than they do
+            least = np.asarray(strategy.num_micro_batches) * messages.max(axis=0) / 2
+            messages = 0.0 * messages
+            pipelines = np.maximum(self._pipelines(forward[:, kind_of], backward[:, kind_of], edges / 2, strategy), least)
+        else:
+            both = (forward[:, kind_of] + messages / 2, backward[:, kind_of] + messages / 2)
+            pipelines = self._pipelines(*both, 0.0 * edges, strategy)
         replica = int(pipelines.argmax())
         kind = kind_of[replica]
         compute = (forward + backward)[:, kind]

@@ -177,6 +177,8 @@ def _what_ifs(
         seconds: float | None
         try:
             seconds = make_plan(model, other, plan.global_batch, plan.sources, quick).best.seconds
+            if other.num_devices > cluster.num_devices:
+                seconds = min(seconds, plan.seconds)  # what is more can stay idle
         except InputError:
             seconds = None
         yield WhatIf(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterator
@@ -96,8 +97,8 @@ def parse_flags(text: str) -> MegatronFlags:
             if granularity not in ("full", "selective"):
                 raise UnknownNameError("value of --recompute-granularity", granularity, ("full", "selective"))
             values["recompute"] = granularity
-        elif re.search(r"parallel|micro.?batch|global.?batch", name) and name not in _KNOWN:
-            raise UnknownNameError("flag", f"--{name}", [f"--{n}" for n in (*_NUMBERS, *_KNOWN)])
+        elif name not in _KNOWN and (near := difflib.get_close_matches(name, _NUMBERS, n=1, cutoff=0.88)):
+            raise UnknownNameError("flag", f"--{name}", [f"--{n}" for n in near])
         else:
             bare.add(name)
     shape = None
