@@ -20,11 +20,13 @@ from wavetrain.plan.plan import Plan
 from wavetrain.plan.search import Candidate, Found, search
 from wavetrain.plan.shapes import Limits
 from wavetrain.plan.sources import Sources
-from wavetrain.plan.staging import Staged, can_stage, stage
+from wavetrain.plan.staging import Staged, can_stage, num_actions, stage
 
 MAX_STAGED: Final = 8
-STAGING_SECONDS: Final = 0.5
+STAGING_SECONDS: Final = 0.4
 """About how long finalists are staged; at least one is."""
+BUILD_SECONDS: Final = 3e-4
+"""About how long an action of a zero-bubble wave takes to be placed; other families take next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,8 @@ def _finalists(found: Found, model: CostModel, progress: Callable[[str], None] |
     begun = time.monotonic()
     staged: list[Staged] = []
     for candidate in found.best[:MAX_STAGED]:
-        if staged and time.monotonic() - begun > STAGING_SECONDS:
-            break
-        if not can_stage(candidate):
+        takes = BUILD_SECONDS * num_actions(candidate) if candidate.strategy.schedule == "zb-wave" else 0.0
+        if not can_stage(candidate) or (staged and time.monotonic() - begun + takes > STAGING_SECONDS):
             continue
         if progress is not None:
             progress(f"simulating {candidate.strategy.schedule} on {candidate.layout.num_ranks} ranks")

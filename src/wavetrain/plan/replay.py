@@ -167,7 +167,7 @@ def trial_workload(trial: Trial) -> Workload:
         UnknownNameError: a name that is not known.
     """
     if isinstance(trial.model, str):
-        return _named(trial.model, trial.precision)
+        return named_workload(trial.model, trial.precision)
     return _shaped(tuple(sorted(trial.model.items())), trial.precision)
 
 
@@ -179,7 +179,12 @@ def _shaped(items: tuple[tuple[str, int], ...], precision: str) -> Workload:
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, precision: str) -> Workload:
+def named_workload(name: str, precision: str) -> Workload:
+    """A model that published trials call by its name, or a preset.
+
+    Raises:
+        UnknownNameError: neither.
+    """
     if name == "gpt2-24x1024":
         return _gpt2_of_amp(precision)
     if name == "transgan-12-12":

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from wavetrain.cluster import Cluster
 from wavetrain.errors import InputError
 from wavetrain.plan.clock import Recompute
-from wavetrain.plan.cut import best_cut
+from wavetrain.plan.cut import Cut, best_cut
 from wavetrain.plan.estimate import CostModel, Estimate, Strategy
 from wavetrain.plan.layout import Layout, even_cut
 from wavetrain.plan.memory import in_flight
@@ -37,9 +37,11 @@ Progress = Callable[[str], None]
 
 TOLERANCE: Final = 0.001
 """Of a cut, as a share of its value, while searching."""
+FEW_SLOTS: Final = 6
 FIRST_LAYOUTS: Final = 3
+PATIENT_LAYOUTS: Final = 8
 FAR: Final = 1.1
-"""Of a cluster with many slots, a shape is given up after its first layouts if none came so close to the best."""
+"""A shape of more than a few slots is given up after some layouts (fewer, if the slots are many) if none came so close to the best."""
 KEEP_AT_LEAST: Final = 3
 """Plans that a report needs beside the best."""
 
@@ -157,17 +159,18 @@ class _Search:
     def _visit(self, shape: Shape) -> bool:
         """Look into a shape; False if not all of its layouts were, for the first of them are far from the best."""
         busy = shape.bound - self.shapes.reduction_bound(shape.groups, shape.tp, shape.num_ranks, shape.num_replicas)
-        many = shape.num_ranks * shape.num_replicas > MANY_SLOTS
+        slots = shape.num_ranks * shape.num_replicas
+        patience = math.inf if slots <= FEW_SLOTS else FIRST_LAYOUTS if slots > MANY_SLOTS else PATIENT_LAYOUTS
         nearest = math.inf
         for number, layout in enumerate(layouts(shape.groups, shape.tp, shape.num_ranks, shape.num_replicas)):
-            if many and number >= FIRST_LAYOUTS and self.kept and nearest > FAR * self.kept[0].seconds:
+            if number >= patience and self.kept and nearest > FAR * self.kept[0].seconds:
                 return False
             if (
                 len(self.kept) >= KEEP_AT_LEAST
                 and busy + self._layout_bound(layout, shape) >= self.kept[KEEP_AT_LEAST - 1].seconds
             ):
                 continue
-            cuts: dict[Recompute, tuple[int, ...] | None] = {}
+            cuts: dict[Recompute, Cut | None] = {}
             for group in by_flight(self.limits.schedules):
                 for candidate in self._cheapest(layout, shape.micro_batch, group, cuts):
                     nearest = min(nearest, candidate.seconds)
@@ -182,11 +185,11 @@ class _Search:
             flights = in_flight(strategy.schedule, layout.num_ranks, math.ceil(per_replica), strategy.waves)
             rooms = self._rooms(layout, strategy)
             cut = self._cut(layout, strategy, None, per_replica, 0.0)
-            if cut is None or not rooms.hold(cut, flights):
+            if cut is None or not rooms.hold(cut.points, flights):
                 cut = self._cut(layout, strategy, rooms.allowed(flights), per_replica, 0.0)
-            if cut is None or cut == candidate.cut:
+            if cut is None or cut.points == candidate.cut:
                 continue
-            found = self._finished(layout, cut, strategy, ((strategy.schedule, strategy.waves),))
+            found = self._finished(layout, cut.points, strategy, ((strategy.schedule, strategy.waves),))
             if found and found[0].seconds < candidate.seconds:
                 self.kept[i] = found[0]
         self.kept.sort(key=lambda c: c.seconds)
@@ -213,7 +216,7 @@ class _Search:
         layout: Layout,
         micro_batch: int,
         schedules: Sequence[tuple[str, int]],
-        cuts: dict[Recompute, tuple[int, ...] | None],
+        cuts: dict[Recompute, Cut | None],
     ) -> list[Candidate]:
         """Plans on one layout: with the least recompute, and the optimizer as whole, as memory allows.
 
@@ -236,13 +239,24 @@ class _Search:
                 if recompute not in cuts:
                     cuts[recompute] = self._cut(layout, strategy, None, per_replica)
                 cut = cuts[recompute]
+                if cut is not None and self._too_slow(layout, cut, per_replica):
+                    return []
                 rooms = self._rooms(layout, strategy)
-                if cut is not None and not rooms.hold(cut, flights):
+                if cut is not None and not rooms.hold(cut.points, flights):
                     cut = self._cut(layout, strategy, rooms.allowed(flights), per_replica) if rooms.may_hold(flights) else None
                 if cut is not None:
-                    return self._finished(layout, cut, strategy, schedules)
+                    return (
+                        []
+                        if self._too_slow(layout, cut, per_replica)
+                        else self._finished(layout, cut.points, strategy, schedules)
+                    )
         self._miss(layout, replace(strategy, schedule=name, waves=waves))
         return []
+
+    def _too_slow(self, layout: Layout, cut: Cut, per_replica: float) -> bool:
+        """Whether the slowest rank alone takes longer than the plans that are kept (where all replicas are alike)."""
+        alike = layout.columns[0][0].shape[1] == 1
+        return alike and len(self.kept) >= KEEP_AT_LEAST and per_replica * cut.slowest >= self.kept[KEEP_AT_LEAST - 1].seconds
 
     def _finished(
         self, layout: Layout, cut: tuple[int, ...], strategy: Strategy, schedules: Sequence[tuple[str, int]]
@@ -272,7 +286,7 @@ class _Search:
         allowed: list[NDArray[np.bool_]] | None,
         per_replica: float,
         tolerance: float = TOLERANCE,
-    ) -> tuple[int, ...] | None:
+    ) -> Cut | None:
         (kinds, tps), index = layout.columns
         weights = np.bincount(index, minlength=kinds.shape[1]) / layout.num_replicas
         pairs = kinds * (int(tps.max()) + 1) + tps
@@ -291,8 +305,7 @@ class _Search:
                 made[row] = np.sum([f * times[name] for f, name in zip(scale, row, strict=True)], axis=0) / sum(scale)
             seconds.append(made[row])
         messages = self._edges(layout, strategy.micro_batch)
-        found = best_cut(seconds, messages, max(1.0, per_replica), allowed, tolerance=tolerance)
-        return None if found is None else found.points
+        return best_cut(seconds, messages, max(1.0, per_replica), allowed, tolerance=tolerance)
 
     def _times(self, layout: Layout, group: int, tp: int, strategy: Strategy) -> Floats:
         return self.model.layers(layout, group, tp, strategy.micro_batch, strategy.recompute).both

@@ -73,10 +73,15 @@ class Staged:
         return max(self.memory_share) <= 1.0
 
 
+def num_actions(candidate: Candidate) -> int:
+    """Actions of the schedule of one replica, its backwards split."""
+    s, ranks = candidate.strategy, candidate.layout.num_ranks
+    return 3 * ranks * passes(s.schedule, s.waves) * max(s.num_micro_batches)
+
+
 def can_stage(candidate: Candidate) -> bool:
     """Whether the schedule is small enough to be built."""
-    s, ranks = candidate.strategy, candidate.layout.num_ranks
-    return 3 * ranks * passes(s.schedule, s.waves) * max(s.num_micro_batches) <= MAX_ACTIONS
+    return num_actions(candidate) <= MAX_ACTIONS
 
 
 def stage(candidate: Candidate, model: CostModel) -> Staged | None:

@@ -131,7 +131,7 @@ def rehearse_all(
     for schedule in schedules:
         prove(schedule, costs).require()
     args = (tuple(schedules), costs, warmup + steps, timeout_seconds)
-    found = launch(_rehearse_rank, ranks=schedules[0].num_ranks, args=args)
+    found = launch(rehearse_rank, ranks=schedules[0].num_ranks, args=args)
     runs = [[[[Moment(*m) for m in rank] for rank in ranks] for ranks in run["steps"]] for run in found["runs"]]
     early = [(s, ranks) for s, steps in zip(schedules, runs, strict=True) for ranks in steps[: warmup or None]]
     hops = [seconds for s, ranks in early for seconds in _hops(s, costs, ranks)]
@@ -216,7 +216,7 @@ def _usual(seconds: list[float]) -> float:
     return statistics.fmean(kept) if kept else 0.0
 
 
-def _rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
+def rehearse_rank(schedules: Sequence[Schedule], costs: Costs, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
     """What every rank does; rank 0's result is brought home."""
     torch.set_num_threads(1)
     join()
