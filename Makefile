@@ -23,10 +23,12 @@ lint: setup      ## ruff and mypy --strict
 test: lint       ## lint, then all tests
 	$(BIN)/python -m pytest -n 2
 
-demo: setup      ## train a small GPT for a minute in two ranks with zero-bubble waves, and draw its timeline
-	rm -rf out/demo
-	$(BIN)/wavetrain train --minutes 1 --ranks 2 --schedule zb-wave --waves 2 --micro-batches 4 --batch 16 \
-		--layers 8 --hidden 128 --heads 4 --lr 0.003 --out out/demo
+demo: setup      ## plan for this machine, train a small GPT for a minute in two ranks with zero-bubble waves, draw its timeline
+	rm -rf out/demo out/profile
+	$(BIN)/wavetrain profile --model examples/demo.toml --micro-batches 1 2 4 8 --out out/profile
+	$(BIN)/wavetrain plan --model examples/demo.toml --cluster "1 x 2 x CPU-core" --global-batch 16 --profiles out/profile \
+		--pp 2 --schedules zb-wave --out out/plan.toml
+	$(BIN)/wavetrain train out/plan.toml --minutes 1 --lr 0.003 --out out/demo
 	@echo "open out/demo/timeline.html: the step as measured, and as predicted from its actions, on one axis"
 	@echo "go on with it: $(BIN)/wavetrain train --resume --out out/demo --minutes 2"
 

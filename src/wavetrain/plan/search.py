@@ -41,7 +41,7 @@ FEW_SLOTS: Final = 6
 FIRST_LAYOUTS: Final = 3
 PATIENT_LAYOUTS: Final = 8
 FAR: Final = 1.1
-"""A shape of more than a few slots is given up after some layouts (fewer, if the slots are many) if none came so close to the best."""
+"""A shape of more than a few slots is given up after some layouts (fewer, if slots are many) if none was so close to the best."""
 KEEP_AT_LEAST: Final = 3
 """Plans that a report needs beside the best."""
 
