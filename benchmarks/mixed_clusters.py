@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from benchmarks.report import Report, Row, main, percent
 
-from wavetrain.cli.rehearse import plan_schedule, scaled
 from wavetrain.cluster import load_cluster
 from wavetrain.models import GPT
 from wavetrain.plan.calibration import shipped
@@ -104,12 +103,12 @@ def _emulated(name: str, quick: bool) -> list[Row]:
     model = CostModel(workload=load_workload(preset, precision="fp16"), calibration=shipped(), overlaps=True)
     limits = Limits(dp=(1,), tp=(1,), leave_out=False, recompute=("none", "full"), sharded_optimizer=(False,))
     plan = make_plan(model, cluster, batch, Sources(model=preset, cluster=words), limits).best
-    schedule, costs = plan_schedule(plan)
+    schedule, costs = plan.pipeline()
     even = _even(plan.micro_batch, plan.recompute, model, words, batch)
     factor = (0.4 if quick else STEP_SECONDS) / simulate(even.schedule, even.costs).makespan
     sides = []
     for label, s, c in (("planned", schedule, costs), ("even", even.schedule, even.costs)):
-        slow = scaled(c, factor, MESSAGE_BYTES / max(c.message_bytes[:-1]))
+        slow = c.scaled(factor, MESSAGE_BYTES / max(c.message_bytes[:-1]))
         sides.append(Side(label, s, slow, simulate(s, slow).makespan))
     measured = _rehearsed(sides, 1 if quick else 3)
     rows = []

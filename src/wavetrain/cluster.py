@@ -35,7 +35,6 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from typing import Any, Final, TypeVar
 
 from wavetrain.devices import GB, GBPS, TERA, Device, find_device, find_instance
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
-from wavetrain.files import read_text
+from wavetrain.files import parse_toml, read_text
 
 Found = TypeVar("Found")
 
@@ -186,11 +185,7 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
 
 def cluster_from_text(text: str, path: object = "<cluster>") -> Cluster:
     """The cluster in the text of a TOML file; ``path`` is what errors name."""
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise FormatError(path, int(line[1]) if line else None, f"not TOML: {error}") from None
+    data = parse_toml(text, path)
     return _Reader(path, text, data).cluster()
 
 

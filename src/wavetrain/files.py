@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import tomllib
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError
 
@@ -29,6 +31,18 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise FormatError(os.fspath(path), line, f"not UTF-8 text: {error.reason}") from None
+
+
+def parse_toml(text: str, path: object) -> dict[str, Any]:
+    """The data of a TOML text; ``path`` is what errors name."""
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
+        at = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", str(error))
+        line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else None
+        raise FormatError(path, line, f"not TOML: {error}") from None
+    except RecursionError:
+        raise FormatError(path, None, "nested too deeply") from None
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

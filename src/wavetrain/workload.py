@@ -34,7 +34,6 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
-from wavetrain.files import read_text
+from wavetrain.files import parse_toml, read_text
 
 PRECISIONS: Final = {"fp16": 2, "bf16": 2, "fp32": 4}
 """Bytes of an element."""
@@ -335,11 +334,7 @@ _REQUIRED: Final = ("layers", "hidden", "heads", "seq")
 
 def workload_from_text(text: str, path: object = "<model>", *, seq: int | None = None, precision: str | None = None) -> Workload:
     """The model in the text of a TOML file; ``path`` is what errors name."""
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise FormatError(path, int(line[1]) if line else None, f"not TOML: {error}") from None
+    data = parse_toml(text, path)
     require_keys(path, data, ("name", "precision", "parts", *_SHAPE_KEYS))
     given = precision or data.get("precision", "bf16")
     name = data.get("name", Path(str(path)).stem)

@@ -170,11 +170,10 @@ class PlanVerb(Costing):
         return "" if not why else f"not for wavetrain train: {why}"
 
     def _draw(self, planned: Planned) -> None:
-        from wavetrain.cli.rehearse import plan_schedule
         from wavetrain.schedule.simulator import simulate
         from wavetrain.view.page import write_page
 
-        schedule, costs = plan_schedule(planned.best)
+        schedule, costs = planned.best.pipeline()
         assert self.html is not None, "it was asked for"
         write_page(self.html, [simulate(schedule, costs)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -13,12 +14,10 @@ from wavetrain.cli.common import File, Number, Output, Problem, print_json
 from wavetrain.errors import InputError
 from wavetrain.schedule.analysis import critical_path
 from wavetrain.schedule.costs import MAX_VALUE, Costs
-from wavetrain.schedule.families import build
 from wavetrain.schedule.schedule import Schedule
 from wavetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
-    from wavetrain.plan.plan import Plan
     from wavetrain.runtime.rehearsal import Rehearsal
 
 _FORWARD_SECONDS = 0.05
@@ -58,39 +57,6 @@ class RehearsalProblem(Problem):
         return dataclasses.replace(costs, message_bytes=(float(size),) * costs.num_stages)
 
 
-def plan_schedule(plan: Plan) -> tuple[Schedule, Costs]:
-    """The schedule of a plan's slowest replica, and its costs.
-
-    Raises:
-        InputError: the plan was too large to be staged.
-    """
-    if plan.costs is None:
-        raise InputError("the plan's schedule is too large to build; it has no [costs]")
-    options: dict[str, int] = {"waves": plan.waves} if plan.schedule in ("hanayo", "zb-wave") else {}
-    if plan.schedule == "interleaved":
-        options = {"stages_per_rank": plan.waves}
-    count = plan.micro_batches[plan.slowest[1]]
-    return build(plan.schedule, num_ranks=plan.pp, num_micro_batches=count, costs=plan.costs, **options), plan.costs  # type: ignore[arg-type]
-
-
-def scaled(costs: Costs, factor: float, size: float = 1.0) -> Costs:
-    """Costs with all seconds times ``factor``, and messages of ``size`` times the bytes on links that are as much slower."""
-    for flag, value in (("--time-scale", factor), ("--message-scale", size)):
-        if not 0 < value < float("inf"):
-            raise InputError(f"{flag} is {value}; give a number above 0")
-    latency = tuple(tuple(factor * v for v in row) for row in costs.latency)
-    bandwidth = tuple(tuple(v * size / factor for v in row) for row in costs.bandwidth)
-    return dataclasses.replace(
-        costs,
-        forward=tuple(factor * v for v in costs.forward),
-        backward_input=tuple(factor * v for v in costs.backward_input),
-        backward_weight=tuple(factor * v for v in costs.backward_weight),
-        message_bytes=tuple(size * v for v in costs.message_bytes),
-        latency=latency,
-        bandwidth=bandwidth,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rehearse(Output):
     """Run a schedule in real processes with real messages, before the machines for it are rented; compute is waiting.
@@ -125,8 +91,11 @@ class Rehearse(Output):
             raise InputError("a plan says which schedule and costs to rehearse; leave the flags of schedules and costs out")
         from wavetrain.plan.plan import load_plan
 
-        schedule, costs = plan_schedule(load_plan(self.plan))
-        return schedule, scaled(costs, self.time_scale, self.message_scale)
+        for flag, value in (("--time-scale", self.time_scale), ("--message-scale", self.message_scale)):
+            if not 0 < value < math.inf:
+                raise InputError(f"{flag} is {value}; give a number above 0")
+        schedule, costs = load_plan(self.plan).pipeline()
+        return schedule, costs.scaled(self.time_scale, self.message_scale)
 
     def run(self) -> int:
         """Rehearse, and print the figures."""

@@ -16,8 +16,6 @@ The calibration that comes with wavetrain was fitted on published trials (see do
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -25,7 +23,7 @@ from importlib import resources
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, require_keys
-from wavetrain.files import read_text
+from wavetrain.files import parse_toml, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +133,7 @@ def load_calibration(path: str) -> Calibration:
 
 def calibration_from_text(text: str, path: object = "<calibration>") -> Calibration:
     """From the text of a TOML file; ``path`` is what errors name."""
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise FormatError(path, int(line[1]) if line else None, f"not TOML: {error}") from None
+    data = parse_toml(text, path)
     require_keys(path, data, ("default", "devices"))
     default = _constants(path, "default", data.get("default", {}), Constants())
     tables = data.get("devices", {})

@@ -11,20 +11,20 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Final
 
-from wavetrain.errors import FormatError, require_keys
-from wavetrain.files import read_text
+from wavetrain.errors import FormatError, InputError, require_keys
+from wavetrain.files import parse_toml, read_text
 from wavetrain.plan.clock import RECOMPUTES, Recompute
 from wavetrain.plan.pipeline_time import placement_of
 from wavetrain.plan.sources import Sources
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.costs_file import costs_from_dict
-from wavetrain.schedule.families import FAMILIES
+from wavetrain.schedule.families import FAMILIES, build
+from wavetrain.schedule.schedule import Schedule
 
 WIDTH_90: Final = 2.06
 """Half the width of an interval that holds nine of ten, in mean absolute errors of a normal distribution."""
@@ -95,6 +95,20 @@ class Plan:
         """Whether the predictions tell the two apart: most of the error is the cluster's and the model's, and common to both."""
         apart = abs(math.log(self.seconds / other.seconds))
         return apart > SAME_CLUSTER * WIDTH_90 / 2 * max(self.error, other.error)
+
+    def pipeline(self) -> tuple[Schedule, Costs]:
+        """The schedule of the slowest replica, and its costs.
+
+        Raises:
+            InputError: the schedule was too large to be built.
+        """
+        if self.costs is None:
+            raise InputError("the plan's schedule is too large to build: it has no [costs]")
+        options: dict[str, Any] = {"waves": self.waves} if self.schedule in ("hanayo", "zb-wave") else {}
+        if self.schedule == "interleaved":
+            options = {"stages_per_rank": self.waves}
+        count = self.micro_batches[self.slowest[1]]
+        return build(self.schedule, num_ranks=self.pp, num_micro_batches=count, costs=self.costs, **options), self.costs
 
     def layers_of(self, rank: int) -> str:
         """The layers of a rank's stages: ``0–3, 20–25``."""
@@ -257,11 +271,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def plan_from_text(text: str, path: object = "<plan>") -> Plan:
     """The plan in the text of a TOML file; ``path`` is what errors name."""
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise FormatError(path, int(line[1]) if line else None, f"not TOML: {error}") from None
+    data = parse_toml(text, path)
     require_keys(path, data, TABLES)
     return _Reader(path, text, data).plan()
 
@@ -301,6 +311,8 @@ class _Reader:
         slowest = self.table.get("slowest", [0, 0])
         if not isinstance(slowest, list) or len(slowest) != 2 or not all(type(v) is int and v >= 0 for v in slowest):
             raise self.error("slowest", f"slowest is {slowest!r}; expected [rank, replica]")
+        if slowest[0] >= counts["pp"] or slowest[1] >= counts["dp"]:
+            raise self.error("slowest", f"slowest is {slowest!r}, but there are {counts['pp']} ranks and {counts['dp']} replicas")
         costs = self.data.get("costs")
         if costs is not None and not isinstance(costs, dict):
             raise FormatError(self.path, None, "costs is no table")

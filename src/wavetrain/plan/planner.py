@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -154,8 +154,3 @@ def no_fit(found: Found, cluster: Cluster) -> str:
         f"{size / 1e9:.1f}: {(held.total - size) / 1e9:.1f} GB more ({made_of}). About {more} more "
         f"node{'s' if more > 1 else ''}, devices of {held.total / 1e9:.0f} GB, a smaller batch or a shorter sequence would do"
     )
-
-
-def without_sharding(limits: Limits) -> Limits:
-    """The same limits for a runtime that keeps every optimizer whole, as wavetrain's own."""
-    return replace(limits, sharded_optimizer=(False,))

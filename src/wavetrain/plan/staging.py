@@ -33,8 +33,6 @@ Floats = NDArray[np.float64]
 
 MAX_ACTIONS: Final = 30_000
 """Actions of a schedule that is still built for a plan."""
-OVERHEAD: Final = 0.0
-"""Seconds of an action beside its work; calibrated launches are part of the layers' seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +169,6 @@ def _costs(candidate: Candidate, model: CostModel, placement: Placement, points:
         latency=latency,
         bandwidth=bandwidth,
         memory_cap=tuple(caps),
-        overhead=OVERHEAD,
     )
 
 

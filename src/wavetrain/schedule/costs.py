@@ -138,6 +138,23 @@ class Costs:
         share = sum(self.activation_bytes) / self.num_ranks
         return replace(self, memory_cap=(shares * share,) * self.num_ranks)
 
+    def scaled(self, seconds: float, message_bytes: float = 1.0) -> Costs:
+        """All seconds times a factor, and messages of so many times the bytes on links that are as much slower."""
+
+        def times(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(seconds * value for value in values)
+
+        return replace(
+            self,
+            forward=times(self.forward),
+            backward_input=times(self.backward_input),
+            backward_weight=times(self.backward_weight),
+            message_bytes=tuple(message_bytes * size for size in self.message_bytes),
+            latency=tuple(times(row) for row in self.latency),
+            bandwidth=tuple(tuple(rate * message_bytes / seconds for rate in row) for row in self.bandwidth),
+            overhead=seconds * self.overhead,
+        )
+
     def seconds(self, kind: str, stage: int, rank: int) -> float:
         """Seconds of one action, with its overhead."""
         if kind == "B":

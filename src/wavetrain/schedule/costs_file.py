@@ -30,12 +30,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import Any, Final
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
-from wavetrain.files import read_text
+from wavetrain.files import parse_toml, read_text
 from wavetrain.schedule.costs import MAX_VALUE, Costs
 
 MAX_RANKS: Final = 4096
@@ -68,14 +67,7 @@ def load_costs(path: str | os.PathLike[str]) -> Costs:
         UnknownNameError: a key that costs do not have.
     """
     text = read_text(path)
-    try:
-        data = tomllib.loads(text)
-    except ValueError as error:
-        at = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", str(error))
-        line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else None
-        raise FormatError(os.fspath(path), line, f"not TOML: {error}") from None
-    except RecursionError:
-        raise FormatError(os.fspath(path), None, "nested too deeply") from None
+    data = parse_toml(text, os.fspath(path))
     return _Reader(data, os.fspath(path), text).costs()
 
 

@@ -6,13 +6,13 @@ Nothing here imports torch. What is None is a choice that depends on others; :me
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
+from wavetrain.files import parse_toml, read_text
 from wavetrain.models.config import ModelConfig
 
 LOGGERS: Final = ("tensorboard", "wandb")
@@ -227,13 +227,7 @@ def saved_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
 
 def read_plan(path: Path) -> dict[str, Any]:
     """The ``[train]`` table of a plan file, checked; keys may be written with dashes, as the flags are."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FormatError(path, None, f"not TOML: {error}") from None
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    document = parse_toml(read_text(path), path)
     require_keys(path, document, TABLES)
     if "train" not in document and "plan" in document:
         raise InputError(
