@@ -127,6 +127,8 @@ def load_profiles(folder: str | os.PathLike[str]) -> Profiles:
         FormatError: with the file and the line.
     """
     root = Path(folder)
+    if not root.is_dir():
+        raise FormatError(os.fspath(folder), None, "no such folder")
     return Profiles(
         times=_read_times(root / "layer_profiles.csv"),
         memory=_read_memory(root / "layer_memory.csv"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavetrain.cluster import Cluster, load_cluster
+from wavetrain.cluster import Cluster, cluster_from_text, load_cluster
 from wavetrain.errors import InputError
 from wavetrain.plan.estimate import CostModel, Strategy
 from wavetrain.plan.placement import layouts, num_slots
@@ -133,8 +133,28 @@ def test_an_impossible_batch_is_refused(batch: int) -> None:
 
 
 def test_limits_that_leave_nothing_are_refused() -> None:
-    with pytest.raises(InputError, match="limits"):
-        search(model(), even(), 8, Limits(tp=(3,)))
+    for limits, word in (
+        (Limits(tp=(3,)), "tensor parallelism of 3"),
+        (Limits(pp=(99,)), "pp 99"),
+        (Limits(micro_batch=(3,)), "micro-batch of 3"),
+    ):
+        with pytest.raises(InputError, match=word):
+            search(model(), even(), 8, limits)
+
+
+def test_more_devices_never_make_it_slower() -> None:
+    for words in (("1 x 6 x A100-80", "1 x 7 x A100-80"), ("1 x 2 x V100-16", "2 x 2 x V100-16")):
+        few, many = (search(model(10), load_cluster(w), 13).best[0].seconds for w in words)
+        assert many <= few * 1.001
+    slow = cluster_from_text('[[nodes]]\ncount = 2\ndevice = "A100-80"\ngpus = 2\ninter_gbps = 0.001\n')
+    assert search(model(10), slow, 16).best[0].layout.num_devices == 2, "a node is left out rather than waited for"
+
+
+def test_nodes_keep_their_numbers() -> None:
+    cluster = Cluster(groups=(*even(1, 1, "T4-16").groups, *even(2, 4, "A100-80").groups))
+    best = planned(cluster, 16).best
+    assert best.device_names == ("A100-80",)
+    assert {n for row in best.nodes for n in row} <= {1, 2}
 
 
 def test_a_large_cluster_is_planned_in_time() -> None:

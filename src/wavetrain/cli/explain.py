@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from wavetrain.cli.common import Flag, Output, print_json
 from wavetrain.cli.planning import Costing, console, print_explanation, progress_line, rank_table
+
+if TYPE_CHECKING:
+    from wavetrain.plan.plan import Plan
+    from wavetrain.plan.shapes import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class Explain(Costing):
         cluster = plan.sources.nodes()
         model = self.cost_model(plan.sources)
         with progress_line() as progress:
-            told = explain(plan, model, cluster, what_ifs=not self.no_what_if, progress=progress)
+            told = explain(plan, model, cluster, _limits(plan), what_ifs=not self.no_what_if, progress=progress)
         if self.json:
             print_json({"plan": plan.to_dict(), "explanation": told.to_dict()})
             return 0
@@ -42,6 +46,13 @@ class Explain(Costing):
         console().print(rank_table(plan))
         print_explanation(plan, told)
         return 0
+
+
+def _limits(plan: Plan) -> Limits:
+    """What the plan's runtime can do."""
+    from wavetrain.plan.shapes import limits_of
+
+    return limits_of(plan.sources.runtime)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +103,10 @@ class Compare(Output):
             print(f"{name}: {plan.describe()}")
         faster = "A" if a.seconds <= b.seconds else "B"
         ratio = max(a.seconds, b.seconds) / min(a.seconds, b.seconds)
-        print(f"{faster} is {ratio:.3f}× as fast" + ("" if told_apart else ", which the predictions cannot tell: run both"))
+        if ratio == 1:
+            print("both are predicted to take as long")
+        else:
+            print(f"{faster} is {ratio:.3f}× as fast" + ("" if told_apart else ", which the predictions cannot tell: run both"))
         if a.global_batch != b.global_batch or a.sources.model != b.sources.model:
             print("note: the plans are for another model or batch")
         return 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -14,6 +15,7 @@ from wavetrain.errors import InputError, UnknownNameError
 if TYPE_CHECKING:
     from wavetrain.plan.planner import Planned
     from wavetrain.plan.shapes import Limits
+    from wavetrain.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class PlanVerb(Costing):
     precision: Name = None
     """fp16, bf16 or fp32. Default: what the model says, else bf16."""
     schedules: Names = None
-    """Families to choose from: 1f1b, zb-wave, hanayo, interleaved, gpipe, zb-h1, zbv. Default: 1f1b and zb-wave."""
+    """Families to choose from: 1f1b, zb-wave, hanayo, interleaved, gpipe, zb-h1, zbv. Default: what the runtime does best."""
     waves: Counts = None
     """Of zb-wave and hanayo, and stages a rank of interleaved. Default: 1 and 2."""
     tp: Counts = None
@@ -82,15 +84,19 @@ class PlanVerb(Costing):
         from wavetrain.plan.planner import make_plan
         from wavetrain.plan.sources import Sources
 
-        sources = Sources(model=self.model, cluster=self.cluster, seq=self.seq, precision=self.precision)
+        if self.top < 1:
+            raise InputError(f"--top is {self.top}; show at least 1 plan")
+        if self.seconds is not None and not self.seconds > 0:
+            raise InputError(f"--seconds is {self.seconds}; it must be above 0")
+        sources = Sources(model=self.model, cluster=self.cluster, seq=self.seq, precision=self.precision, runtime=self.runtime)
         limits = self._limits()
         with progress_line() as progress:
             cluster = sources.nodes()
-            model = self.cost_model(sources, overlaps=self.runtime == "wavetrain")
+            model = self.cost_model(sources)
             planned = make_plan(model, cluster, self.global_batch, sources, limits, progress)
             told = explain(planned.best, model, cluster, limits, what_ifs=self.what_if, progress=progress)
         path = str(self.out) if self.out is not None else "plan.toml"
-        note = self._write(planned, path)
+        note = self._write(planned, path, model.workload)
         if self.html is not None:
             self._draw(planned)
         unknown = [n for n in planned.best.device_names if not model.calibration.known(n)]
@@ -128,7 +134,7 @@ class PlanVerb(Costing):
 
     def _limits(self) -> Limits:
         from wavetrain.plan.pipeline_time import SCHEDULES, SCHEDULES_WITH_WAVES
-        from wavetrain.plan.shapes import Limits
+        from wavetrain.plan.shapes import limits_of
 
         given: dict[str, Any] = {}
         for name in ("tp", "dp", "pp", "micro_batch", "waves"):
@@ -142,7 +148,7 @@ class PlanVerb(Costing):
         if self.seconds is not None:
             given["seconds"] = self.seconds
         waves = self.waves or (1, 2)
-        names = self.schedules or ("1f1b", "zb-wave")
+        names = self.schedules or (("1f1b", "zb-wave") if self.runtime == "wavetrain" else ("1f1b", "interleaved"))
         for name in names:
             if name not in (*SCHEDULES, *SCHEDULES_WITH_WAVES):
                 raise UnknownNameError("schedule to plan with", name, (*SCHEDULES, *SCHEDULES_WITH_WAVES))
@@ -153,18 +159,16 @@ class PlanVerb(Costing):
         )
         if not given["schedules"]:
             raise InputError("interleaved needs --waves of at least 2: the stages a rank has")
-        if self.runtime == "wavetrain":
-            given["sharded_optimizer"] = (False,)
-            given["recompute"] = ("none", "full")
-        return Limits(leave_out=not self.all_devices, **given)
+        return replace(limits_of(self.runtime), leave_out=not self.all_devices, **given)
 
-    def _write(self, planned: Planned, path: str) -> str:
+    def _write(self, planned: Planned, path: str, workload: Workload) -> str:
         from wavetrain.files import write_text
         from wavetrain.plan.plan import plan_text
         from wavetrain.plan.training import train_settings
 
         best = planned.best
-        settings, why = train_settings(best, best.sources.workload())
+        settings, why = train_settings(best, workload)
+        best = replace(best, sources=best.sources.beside(os.path.dirname(path) or "."))
         notes = [best.describe(), *([f"No [train] table: {why}."] if why else [])]
         write_text(path, plan_text(best, settings, notes))
         return "" if not why else f"not for wavetrain train: {why}"

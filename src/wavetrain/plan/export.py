@@ -73,14 +73,24 @@ def _megatron(plan: Plan, workload: Workload) -> Exported:
         flags["--use-distributed-optimizer"] = None
     counts = _blocks(plan, workload)
     if len(set(counts)) > 1:
-        if len(set(counts[1:-1])) <= 1 and plan.pp > 2:
+        if len(set(counts[1:-1])) <= 1 and plan.pp > 2 and min(counts) > 0:
             flags["--decoder-first-pipeline-num-layers"] = counts[0]
             flags["--decoder-last-pipeline-num-layers"] = counts[-1]
         else:
             layout = "|".join(("E" if k == 0 else "") + "t" * n + ("L" if k == plan.pp - 1 else "") for k, n in enumerate(counts))
             flags["--pipeline-model-parallel-layout"] = f'"{layout}"'
     if plan.schedule == "interleaved":
-        flags["--num-layers-per-virtual-pipeline-stage"] = max(1, (workload.num_layers - 2) // (plan.pp * plan.waves))
+        for name in (
+            "--decoder-first-pipeline-num-layers",
+            "--decoder-last-pipeline-num-layers",
+            "--pipeline-model-parallel-layout",
+        ):
+            flags.pop(name, None)
+        each, rest = divmod(workload.num_layers - 2, plan.pp * plan.waves)
+        flags["--num-layers-per-virtual-pipeline-stage"] = max(1, each)
+        sizes = [b - a for a, b in pairwise(plan.stages)]
+        if rest or len(set(sizes[1:-1])) > 1:
+            warnings.append(f"the plan's stages hold {sizes} layers; Megatron's virtual stages must be even")
     elif plan.schedule != "1f1b":
         warnings.append(f"Megatron-LM has no {plan.schedule}; it will run 1F1B, which idles longer than the plan says")
     lines = [name if value is None else f"{name} {value}" for name, value in flags.items()]

@@ -48,10 +48,10 @@ MIN_PEAKS: Final = 4
 """Trials with a measured peak that it takes to fit a device's memory."""
 
 
-def calibrate(trials: Sequence[Trial], replay: Replay, start: Calibration) -> Calibration:
+def calibrate(trials: Sequence[Trial], replay: Replay, start: Calibration, only: frozenset[str] | None = None) -> Calibration:
     """Constants of the devices in ``trials``, starting from ``start``.
 
-    Devices that ran together in a trial are fitted together.
+    Devices that ran together in a trial are fitted together. With ``only``, those are that have to do with these devices.
 
     Raises:
         InputError: no trial that ran.
@@ -61,6 +61,8 @@ def calibrate(trials: Sequence[Trial], replay: Replay, start: Calibration) -> Ca
         raise InputError("no trial that ran: there is nothing to fit")
     devices = dict(start.devices)
     for names, members in _components(ran):
+        if only is not None and not only.intersection(names):
+            continue
         fitted = _fit_memory(members, replay, _fit(members, replay, start, names), names)
         devices.update({name: fitted.devices[name] for name in names})
     return replace(start, devices=devices, source="fitted")

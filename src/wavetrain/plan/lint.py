@@ -49,13 +49,15 @@ class MegatronFlags:
 
     tp: int = 1
     pp: int = 1
-    micro_batch: int = 1
+    micro_batch: int | None = None
     global_batch: int | None = None
     recompute: Recompute = "none"
     sharded_optimizer: bool = False
     virtual: int | None = None
     shape: Shape | None = None
     precision: str = "fp32"
+    not_modelled: tuple[str, ...] = ()
+    """Flags that change what a step takes, and that no prediction here knows."""
 
     def workload(self) -> Workload:
         """The model of the flags.
@@ -83,6 +85,7 @@ def parse_flags(text: str) -> MegatronFlags:
         raise InputError(f"the flags cannot be read: {error}") from None
     values: dict[str, Any] = {}
     bare: set[str] = set()
+    unknown: list[str] = []
     for i, word in enumerate(words):
         if not word.startswith("--"):
             continue
@@ -101,6 +104,11 @@ def parse_flags(text: str) -> MegatronFlags:
             raise UnknownNameError("flag", f"--{name}", [f"--{n}" for n in near])
         else:
             bare.add(name)
+            value = inline or (words[i + 1] if i + 1 < len(words) else "")
+            if name in _NOT_MODELLED and value not in ("1", "0", "false"):
+                unknown.append(f"--{name}")
+    if {"fp16", "bf16"} <= bare:
+        raise InputError("--fp16 and --bf16 are both given; Megatron takes one")
     shape = None
     if all(key in values for key in _SHAPE):
         shape = Shape(
@@ -115,16 +123,18 @@ def parse_flags(text: str) -> MegatronFlags:
     return MegatronFlags(
         tp=values.get("tp", 1),
         pp=values.get("pp", 1),
-        micro_batch=values.get("micro_batch", 1),
+        micro_batch=values.get("micro_batch"),
         global_batch=values.get("global_batch"),
         recompute=values.get("recompute", "none"),
         sharded_optimizer="use-distributed-optimizer" in bare,
         virtual=values.get("virtual"),
         shape=shape,
         precision="bf16" if "bf16" in bare else "fp16" if "fp16" in bare else "fp32",
+        not_modelled=tuple(unknown),
     )
 
 
+_NOT_MODELLED: Final = ("context-parallel-size", "num-experts", "expert-model-parallel-size", "sequence-parallel", "fp8-format")
 _KNOWN: Final = (
     *("sequence-parallel", "context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
     *("pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
@@ -153,13 +163,19 @@ def _shape_findings(flags: MegatronFlags, workload: Workload, cluster: Cluster) 
     world = cluster.num_devices
     parts = flags.tp * flags.pp
     smallest = min(g.gpus for g in cluster.groups)
+    for name in flags.not_modelled:
+        yield Finding(level="warning", message=f"{name} is not part of the prediction")
+    if flags.micro_batch is None:
+        yield Finding(level="error", message="no --micro-batch-size: Megatron wants one")
     if flags.global_batch is None:
-        yield Finding(level="error", message="no --global-batch-size: without it Megatron runs one micro-batch a replica")
+        yield Finding(level="warning", message="no --global-batch-size: without it Megatron runs one micro-batch a replica")
     if world % parts:
         yield Finding(level="error", message=f"{world} devices cannot be divided by tp {flags.tp} × pp {flags.pp} = {parts}")
     if workload.tensor_limit % flags.tp:
         yield Finding(level="error", message=f"tp {flags.tp} does not divide {workload.tensor_limit} heads")
-    if flags.tp > smallest or smallest % flags.tp:
+    if flags.tp <= smallest and smallest % flags.tp:
+        yield Finding(level="error", message=f"tp {flags.tp} does not divide the {smallest} devices of a node")
+    if flags.tp > smallest:
         yield Finding(
             level="error", message=f"tp {flags.tp} leaves its node ({smallest} devices): every layer waits for the network"
         )
@@ -168,7 +184,12 @@ def _shape_findings(flags: MegatronFlags, workload: Workload, cluster: Cluster) 
             level="error",
             message=f"{workload.num_layers - 2} blocks cannot be cut evenly over pp {flags.pp} (Megatron's default)",
         )
-    if not world % parts and flags.global_batch is not None:
+    if flags.virtual is not None and ((workload.num_layers - 2) // max(1, flags.pp)) % flags.virtual:
+        yield Finding(
+            level="error",
+            message=f"{flags.virtual} layers a virtual stage do not divide the {(workload.num_layers - 2) // flags.pp} of a rank",
+        )
+    if not world % parts and flags.global_batch is not None and flags.micro_batch is not None:
         replicas = world // parts
         if flags.global_batch % (replicas * flags.micro_batch):
             yield Finding(
@@ -181,10 +202,11 @@ def _estimate(flags: MegatronFlags, model: CostModel, cluster: Cluster) -> Estim
     slots = num_slots(cluster.groups, flags.tp)
     replicas = slots // flags.pp
     layout = next(layouts(cluster.groups, flags.tp, flags.pp, replicas))
-    assert flags.global_batch is not None, "its absence was an error"
+    assert flags.micro_batch is not None, "its absence was an error"
+    batch = flags.global_batch if flags.global_batch is not None else flags.micro_batch * replicas
     strategy = Strategy(
         micro_batch=flags.micro_batch,
-        num_micro_batches=(flags.global_batch // replicas // flags.micro_batch,) * replicas,
+        num_micro_batches=(batch // replicas // flags.micro_batch,) * replicas,
         schedule="interleaved" if flags.virtual else "1f1b",
         waves=max(1, (model.workload.num_layers - 2) // (flags.pp * flags.virtual)) if flags.virtual else 1,
         recompute=flags.recompute,
@@ -202,7 +224,7 @@ def _cost_findings(flags: MegatronFlags, estimate: Estimate) -> Iterator[Finding
             "--use-distributed-optimizer" if not flags.sharded_optimizer else "",
             "--recompute-granularity full" if flags.recompute != "full" else "",
             "a larger tp or pp",
-            "a smaller --micro-batch-size" if flags.micro_batch > 1 else "",
+            "a smaller --micro-batch-size" if (flags.micro_batch or 1) > 1 else "",
         ]
         yield Finding(
             level="error",

@@ -36,11 +36,21 @@ def num_slots(groups: Sequence[NodeGroup], tp: int) -> int:
     return sum(group.count * (group.gpus // tp) for group in groups)
 
 
-def layouts(groups: tuple[NodeGroup, ...], tp: int, num_ranks: int, num_replicas: int) -> Iterator[Layout]:
-    """Layouts of num_ranks × num_replicas slots, those that are likely best first. All slots must be used."""
+def layouts(
+    groups: tuple[NodeGroup, ...], tp: int, num_ranks: int, num_replicas: int, first: Sequence[int] | None = None
+) -> Iterator[Layout]:
+    """Layouts of num_ranks × num_replicas slots, those that are likely best first. All slots must be used.
+
+    Args:
+        groups: the nodes.
+        tp: devices of a slot.
+        num_ranks: rows.
+        num_replicas: columns.
+        first: number of every group's first node; default: one group after the other.
+    """
     counts = [group.count * (group.gpus // tp) for group in groups]
     assert sum(counts) == num_ranks * num_replicas, "all slots are used"
-    homes = _homes(groups, tp)
+    homes = _homes(groups, tp, first)
     seen: set[bytes] = set()
     for types in _tables(groups, counts, num_ranks, num_replicas):
         for by_rows in (True, False):
@@ -56,13 +66,13 @@ def layouts(groups: tuple[NodeGroup, ...], tp: int, num_ranks: int, num_replicas
             yield Layout(groups=groups, group=types, node=node, tp=np.full(types.shape, tp, dtype=np.int64))
 
 
-def _homes(groups: Sequence[NodeGroup], tp: int) -> list[Ints]:
+def _homes(groups: Sequence[NodeGroup], tp: int, first: Sequence[int] | None) -> list[Ints]:
     """The node of every slot of every group, in order."""
-    homes, first = [], 0
-    for group in groups:
-        homes.append(np.repeat(np.arange(first, first + group.count, dtype=np.int64), group.gpus // tp))
-        first += group.count
-    return homes
+    starts = first if first is not None else np.cumsum([0, *(g.count for g in groups)])[:-1].tolist()
+    return [
+        np.repeat(np.arange(start, start + group.count, dtype=np.int64), group.gpus // tp)
+        for group, start in zip(groups, starts, strict=True)
+    ]
 
 
 def _tables(groups: Sequence[NodeGroup], counts: Sequence[int], num_ranks: int, num_replicas: int) -> Iterator[Ints]:

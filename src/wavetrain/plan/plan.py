@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -112,6 +112,10 @@ class Plan:
 
     def layers_of(self, rank: int) -> str:
         """The layers of a rank's stages: ``0–3, 20–25``."""
+        return ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in self.runs_of(rank))
+
+    def runs_of(self, rank: int) -> list[list[int]]:
+        """[first, last + 1] of the layers of a rank's stages."""
         placement = placement_of(self.schedule, self.pp, self.waves)
         points = self.stages if len(self.stages) == len(placement) + 1 else self.cut
         ranks = placement if len(points) == len(placement) + 1 else tuple(range(self.pp))
@@ -122,7 +126,7 @@ class Plan:
                 joined[-1][1] = b
             else:
                 joined.append([a, b])
-        return ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in joined)
+        return joined
 
     def describe(self) -> str:
         """In a line."""
@@ -163,14 +167,14 @@ class Plan:
             "parts": dict(self.parts),
             "ranks": [
                 {
-                    "layers": list(run),
+                    "layers": [list(run) for run in self.runs_of(k)],
                     "devices": list(self.devices[k]),
                     "nodes": list(self.nodes[k]),
                     "seconds": self.rank_seconds[k],
                     "memory_bytes": self.memory_bytes[k],
                     "memory_share": self.memory_share[k],
                 }
-                for k, run in enumerate(pairwise(self.cut))
+                for k in range(self.pp)
             ],
             **({"pipeline_seconds": self.pipeline_seconds} if self.pipeline_seconds is not None else {}),
         }
@@ -227,33 +231,9 @@ def _value(value: Any) -> str:
 
 
 _PLAN_KEYS: Final = (
-    *(
-        "model",
-        "cluster",
-        "seq",
-        "precision",
-        "global_batch",
-        "tp",
-        "dp",
-        "pp",
-        "micro_batch",
-        "micro_batches",
-        "schedule",
-        "waves",
-    ),
-    *(
-        "recompute",
-        "sharded_optimizer",
-        "cut",
-        "stages",
-        "predicted_seconds",
-        "between",
-        "error",
-        "simulated",
-        "slowest",
-        "parts",
-    ),
-    "pipeline_seconds",
+    *("model", "cluster", "seq", "precision", "runtime", "global_batch", "tp", "dp", "pp", "micro_batch", "micro_batches"),
+    *("schedule", "waves", "recompute", "sharded_optimizer", "cut", "stages", "predicted_seconds", "between", "error"),
+    *("simulated", "slowest", "parts", "pipeline_seconds"),
 )
 _RANK_KEYS: Final = ("layers", "devices", "nodes", "seconds", "memory_bytes", "memory_share")
 TABLES: Final = ("plan", "ranks", "costs", "train")
@@ -266,7 +246,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         FormatError: with the file and, where it has one, the line.
         UnknownNameError: a key that plans do not have.
     """
-    return plan_from_text(read_text(path), os.fspath(path))
+    found = plan_from_text(read_text(path), os.fspath(path))
+    return replace(found, sources=found.sources.found_from(os.path.dirname(os.fspath(path)) or "."))
 
 
 def plan_from_text(text: str, path: object = "<plan>") -> Plan:
@@ -308,6 +289,9 @@ class _Reader:
         micro_batches = self.counts("micro_batches")
         if len(micro_batches) != counts["dp"]:
             raise self.error("micro_batches", f"{len(micro_batches)} micro_batches for dp = {counts['dp']} replicas")
+        if sum(micro_batches) * counts["micro_batch"] != counts["global_batch"]:
+            given = f"{sum(micro_batches)} micro-batches of {counts['micro_batch']}"
+            raise self.error("global_batch", f"global_batch is {counts['global_batch']}, but the replicas have {given}")
         slowest = self.table.get("slowest", [0, 0])
         if not isinstance(slowest, list) or len(slowest) != 2 or not all(type(v) is int and v >= 0 for v in slowest):
             raise self.error("slowest", f"slowest is {slowest!r}; expected [rank, replica]")
@@ -351,6 +335,10 @@ class _Reader:
             values["seq"] = self.count("seq")
         if "precision" in self.table:
             values["precision"] = self.text_of("precision")
+        if "runtime" in self.table:
+            values["runtime"] = self.text_of("runtime")
+            if values["runtime"] not in ("wavetrain", "megatron"):
+                raise self.error("runtime", f"runtime is {values['runtime']!r}; expected wavetrain or megatron")
         return Sources(**{f.name: values[f.name] for f in fields(Sources) if f.name in values})
 
     def error(self, key: str, problem: str) -> FormatError:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from wavetrain.plan.shapes import Limits
 from wavetrain.plan.sources import Sources
 from wavetrain.plan.staging import Staged, can_stage, num_actions, stage
 
-MAX_STAGED: Final = 8
 STAGING_SECONDS: Final = 0.4
-"""About how long finalists are staged; at least one is."""
+PATIENT_SECONDS: Final = 4.0
+DISAPPOINTING: Final = 1.05
+"""About how long finalists are staged (at least one is): longer, if the best of them is so much slower than the next may be."""
 BUILD_SECONDS: Final = 3e-4
 """About how long an action of a zero-bubble wave takes to be placed; other families take next to nothing."""
 
@@ -64,7 +65,10 @@ def make_plan(
     if not found.best:
         raise InputError(no_fit(found, cluster))
     staged = _finalists(found, model, progress)
-    if not staged:
+    if not model.overlaps:  # ranks that wait for messages are not what the simulator knows: its costs only, for rehearsals
+        stages = {id(s.candidate): s for s in staged}
+        plans = [replace(plan_of(c, None, global_batch, sources), **_costs_of(stages.get(id(c)))) for c in found.best]
+    elif not staged:
         plans = [plan_of(candidate, None, global_batch, sources) for candidate in found.best]
     else:
         plans = [plan_of(s.candidate, s, global_batch, sources) for s in staged]
@@ -75,13 +79,21 @@ def make_plan(
     return Planned(plans=tuple(sorted(plans, key=lambda plan: plan.seconds)), found=found)
 
 
+def _costs_of(staged: Staged | None) -> dict[str, Any]:
+    return {} if staged is None else {"costs": staged.costs, "stages": staged.points}
+
+
 def _finalists(found: Found, model: CostModel, progress: Callable[[str], None] | None) -> list[Staged]:
-    """The first candidates with their schedules, as long as one that follows may be better than the best of them."""
+    """The first candidates with their schedules: as long as time allows, and longer if one that follows may well be better."""
     begun = time.monotonic()
     staged: list[Staged] = []
-    for candidate in found.best[:MAX_STAGED]:
+    for candidate in found.best:
         takes = BUILD_SECONDS * num_actions(candidate) if candidate.strategy.schedule == "zb-wave" else 0.0
-        if not can_stage(candidate) or (staged and time.monotonic() - begun + takes > STAGING_SECONDS):
+        if not can_stage(candidate):
+            continue
+        best = min((s.seconds for s in staged), default=math.inf)
+        allowed = STAGING_SECONDS if best <= DISAPPOINTING * candidate.seconds else PATIENT_SECONDS
+        if staged and (best <= candidate.seconds or time.monotonic() - begun + takes > allowed):
             continue
         if progress is not None:
             progress(f"simulating {candidate.strategy.schedule} on {candidate.layout.num_ranks} ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,21 +34,21 @@ class Rooms:
         need = np.diff(self._states[points]) + np.diff(self._kept[points]) * flights + working
         return bool((need <= self._room).all())
 
-    def may_hold(self, flights: Floats) -> bool:
-        """Whether there is any cut for which every rank has room: each takes as many layers as it can, and all must be taken."""
+    def may_hold(self, flights: Floats, least: int = 1) -> bool:
+        """Whether there is any cut for which every rank has room: each takes as many layers as it can, ``least`` or more."""
         first, last = 0, len(self._states) - 1
         for k, (flight, room) in enumerate(zip(flights.tolist(), self._room.tolist(), strict=True)):
             need = self._states + flight * self._kept
             working = np.maximum.accumulate(self._layers.working[first:])
             fits = need[first + 1 :] - need[first] + working <= room
             count = int(fits.argmin()) if not fits.all() else len(fits)
-            if count == 0:
+            if count < least:
                 return False
-            first = min(first + count, last - (len(flights) - 1 - k))
+            first = min(first + count, last - least * (len(flights) - 1 - k))
         return first == last
 
-    def allowed(self, flights: Floats) -> list[NDArray[np.bool_]]:
-        """Whether rank k has room for layers a … b − 1, as [k][a, b]."""
+    def allowed(self, flights: Floats, least: int = 1) -> list[NDArray[np.bool_]]:
+        """Whether rank k has room for layers a … b − 1, ``least`` or more, as [k][a, b]."""
         size = len(self._states)
         need_states = self._states[None, :] - self._states[:, None]
         need_kept = self._kept[None, :] - self._kept[:, None]
@@ -57,9 +58,17 @@ class Rooms:
         found = []
         for flight, room in zip(flights.tolist(), self._room.tolist(), strict=True):
             if (flight, room) not in made:
-                made[flight, room] = need_states + need_kept * flight <= room
+                made[flight, room] = (need_states + need_kept * flight <= room) & long_enough(size - 1, least)
             found.append(made[flight, room])
         return found
+
+
+@lru_cache(maxsize=32)
+def long_enough(num_layers: int, least: int) -> NDArray[np.bool_]:
+    """Whether layers a … b − 1 are ``least`` or more, as [a, b]."""
+    points = np.arange(num_layers + 1)
+    found: NDArray[np.bool_] = points[None, :] - points[:, None] >= least
+    return found
 
 
 def balanced(total: int, pace: Floats, fill: Floats) -> tuple[int, ...] | None:

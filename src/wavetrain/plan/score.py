@@ -64,7 +64,8 @@ def held_out(trials: Sequence[Trial], replay: Replay, start: Calibration, folds:
     found: dict[int, Estimate] = {}
     for fold in folds:
         out = {id(trial) for trial in fold}
-        fitted = calibrate([trial for trial in trials if id(trial) not in out], replay, start)
+        devices = frozenset(slot.device.name for trial in fold for row in trial.slots for slot in row)
+        fitted = calibrate([trial for trial in trials if id(trial) not in out], replay, start, devices)
         for trial, estimate in zip(fold, replay.predict(fold, fitted), strict=True):
             found[id(trial)] = estimate
     return [found[id(trial)] for trial in trials]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,16 +21,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from wavetrain.cluster import Cluster
+from wavetrain.cluster import Cluster, NodeGroup
 from wavetrain.errors import InputError
 from wavetrain.plan.clock import Recompute
 from wavetrain.plan.cut import Cut, best_cut
 from wavetrain.plan.estimate import CostModel, Estimate, Strategy
 from wavetrain.plan.layout import Layout, even_cut
 from wavetrain.plan.memory import in_flight
-from wavetrain.plan.pipeline_time import pipeline_seconds
+from wavetrain.plan.pipeline_time import passes, pipeline_seconds
 from wavetrain.plan.placement import MANY_SLOTS, layouts
-from wavetrain.plan.rooms import Rooms, balanced
+from wavetrain.plan.rooms import Rooms, balanced, long_enough
 from wavetrain.plan.shapes import Limits, Shape, Shapes, by_flight, room_of
 
 Floats = NDArray[np.float64]
@@ -42,6 +43,12 @@ FIRST_LAYOUTS: Final = 3
 PATIENT_LAYOUTS: Final = 8
 FAR: Final = 1.1
 """A shape of more than a few slots is given up after some layouts (fewer, if slots are many) if none was so close to the best."""
+UNSURE: Final = 1.05
+"""How far estimates of schedules other than 1F1B may be short of what their stages take."""
+SHOWN: Final = 6
+"""Plans whose cuts are made exact."""
+SHAPES_OF_A_PART: Final = 2
+"""Shapes that are looked into with fewer nodes of a group."""
 KEEP_AT_LEAST: Final = 3
 """Plans that a report needs beside the best."""
 
@@ -120,6 +127,7 @@ class _Search:
         self.model, self.cluster, self.global_batch, self.limits = model, cluster, global_batch, limits
         self.progress = progress
         self.kept: list[Candidate] = []
+        self.sure: list[Candidate] = []
         self.shapes = Shapes(model, cluster, global_batch, limits)
         self.closest: Candidate | None = None
         self.begun = time.monotonic()
@@ -131,7 +139,7 @@ class _Search:
         visited, complete, told = 0, True, self.begun
         left = []
         for shape in shapes:
-            if self.kept and shape.bound >= self.kept[0].seconds:
+            if not shape.part.whole or shape.bound >= self._limit(1):
                 continue
             if self.kept and time.monotonic() - self.begun > self.limits.seconds:
                 complete = False
@@ -140,14 +148,17 @@ class _Search:
             visited += 1
             if self.progress is not None and time.monotonic() - told > 0.2:
                 told = time.monotonic()
-                best = f", best so far {self.kept[0].seconds:.4g} s" if self.kept else ""
-                self.progress(f"{visited} of at most {len(shapes)} shapes{best}")
+                so_far = f", best so far {self.kept[0].seconds:.4g} s" if self.kept else ""
+                self.progress(f"{visited} of at most {len(shapes)} shapes{so_far}")
             if not self._visit(shape):
                 complete = False
                 left.append(shape.bound)
+        visited += self._fewer_nodes(shapes)
         self._exact_cuts()
+        known = {id(c) for c in self.kept}
+        best = sorted([*self.kept, *(c for c in self.sure[:KEEP_AT_LEAST] if id(c) not in known)], key=lambda c: c.seconds)
         return Found(
-            best=tuple(self.kept),
+            best=tuple(best),
             bound=min([*left, self.kept[0].seconds] if self.kept else [shape.bound for shape in shapes]),
             num_shapes=len(shapes),
             num_visited=visited,
@@ -156,21 +167,34 @@ class _Search:
             complete=complete,
         )
 
-    def _visit(self, shape: Shape) -> bool:
+    def _fewer_nodes(self, shapes: Sequence[Shape]) -> int:
+        """Look at the most promising shapes with a part of a group's nodes only: enough to find out that less is more."""
+        seen: Counter[tuple[NodeGroup, ...]] = Counter()
+        for shape in shapes:
+            groups = shape.part.groups
+            if shape.part.whole or seen[groups] >= SHAPES_OF_A_PART or shape.bound >= self._limit(1):
+                continue
+            if self.kept and (shape.guess >= self.kept[0].seconds or time.monotonic() - self.begun > self.limits.seconds):
+                continue
+            seen[groups] += 1
+            self._visit(shape, at_most=2)
+        return seen.total()
+
+    def _visit(self, shape: Shape, at_most: float = math.inf) -> bool:
         """Look into a shape; False if not all of its layouts were, for the first of them are far from the best."""
-        busy = shape.bound - self.shapes.reduction_bound(shape.groups, shape.tp, shape.num_ranks, shape.num_replicas)
+        busy = shape.bound - self.shapes.reduction_bound(shape.part.groups, shape.tp, shape.num_ranks, shape.num_replicas)
         slots = shape.num_ranks * shape.num_replicas
         patience = math.inf if slots <= FEW_SLOTS else FIRST_LAYOUTS if slots > MANY_SLOTS else PATIENT_LAYOUTS
         nearest = math.inf
-        for number, layout in enumerate(layouts(shape.groups, shape.tp, shape.num_ranks, shape.num_replicas)):
-            if number >= patience and self.kept and nearest > FAR * self.kept[0].seconds:
+        all_layouts = layouts(shape.part.groups, shape.tp, shape.num_ranks, shape.num_replicas, shape.part.first)
+        for number, layout in enumerate(all_layouts):
+            if number >= at_most:
                 return False
-            if (
-                len(self.kept) >= KEEP_AT_LEAST
-                and busy + self._layout_bound(layout, shape) >= self.kept[KEEP_AT_LEAST - 1].seconds
-            ):
+            if number >= patience and nearest > FAR * self._limit(1):
+                return False
+            if busy + self._layout_bound(layout, shape) >= self._limit(KEEP_AT_LEAST):
                 continue
-            cuts: dict[Recompute, Cut | None] = {}
+            cuts: dict[tuple[Recompute, int], Cut | None] = {}
             for group in by_flight(self.limits.schedules):
                 for candidate in self._cheapest(layout, shape.micro_batch, group, cuts):
                     nearest = min(nearest, candidate.seconds)
@@ -179,14 +203,15 @@ class _Search:
 
     def _exact_cuts(self) -> None:
         """The cuts of the plans that were kept, to the last bit: on the way a thousandth was as good."""
-        for i, candidate in enumerate(self.kept):
+        for i, candidate in enumerate(self.kept[:SHOWN]):
             strategy, layout = candidate.strategy, candidate.layout
             per_replica = self.global_batch / strategy.micro_batch / layout.num_replicas
             flights = in_flight(strategy.schedule, layout.num_ranks, math.ceil(per_replica), strategy.waves)
             rooms = self._rooms(layout, strategy)
-            cut = self._cut(layout, strategy, None, per_replica, 0.0)
+            least = passes(strategy.schedule, strategy.waves)
+            cut = self._cut(layout, strategy, None, per_replica, least, 0.0)
             if cut is None or not rooms.hold(cut.points, flights):
-                cut = self._cut(layout, strategy, rooms.allowed(flights), per_replica, 0.0)
+                cut = self._cut(layout, strategy, rooms.allowed(flights, least), per_replica, least, 0.0)
             if cut is None or cut.points == candidate.cut:
                 continue
             found = self._finished(layout, cut.points, strategy, ((strategy.schedule, strategy.waves),))
@@ -216,7 +241,7 @@ class _Search:
         layout: Layout,
         micro_batch: int,
         schedules: Sequence[tuple[str, int]],
-        cuts: dict[Recompute, Cut | None],
+        cuts: dict[tuple[Recompute, int], Cut | None],
     ) -> list[Candidate]:
         """Plans on one layout: with the least recompute, and the optimizer as whole, as memory allows.
 
@@ -225,6 +250,9 @@ class _Search:
         per_replica = self.global_batch / micro_batch / layout.num_replicas
         name, waves = schedules[0]
         flights = in_flight(name, layout.num_ranks, math.ceil(per_replica), waves)
+        least = passes(name, waves)
+        if least * layout.num_ranks > self.model.workload.num_layers:
+            return []
         for sharded in self.limits.sharded_optimizer:
             if sharded and layout.num_replicas == 1:
                 continue
@@ -236,37 +264,50 @@ class _Search:
                     sharded_optimizer=sharded,
                     gradient_bytes=self.limits.gradient_bytes,
                 )
-                if recompute not in cuts:
-                    cuts[recompute] = self._cut(layout, strategy, None, per_replica)
-                cut = cuts[recompute]
+                wider = cuts.get((recompute, 1))
+                if wider is not None and self._too_slow(layout, wider, per_replica):
+                    return []
+                if (recompute, least) not in cuts:
+                    cuts[recompute, least] = self._cut(layout, strategy, None, per_replica, least)
+                cut = cuts[recompute, least]
                 if cut is not None and self._too_slow(layout, cut, per_replica):
                     return []
                 rooms = self._rooms(layout, strategy)
                 if cut is not None and not rooms.hold(cut.points, flights):
-                    cut = self._cut(layout, strategy, rooms.allowed(flights), per_replica) if rooms.may_hold(flights) else None
+                    fits = rooms.may_hold(flights, least)
+                    cut = self._cut(layout, strategy, rooms.allowed(flights, least), per_replica) if fits else None
+                if cut is not None and self._too_slow(layout, cut, per_replica):
+                    return []
                 if cut is not None:
-                    return (
-                        []
-                        if self._too_slow(layout, cut, per_replica)
-                        else self._finished(layout, cut.points, strategy, schedules)
-                    )
+                    return self._finished(layout, cut.points, strategy, schedules)
         self._miss(layout, replace(strategy, schedule=name, waves=waves))
         return []
 
     def _too_slow(self, layout: Layout, cut: Cut, per_replica: float) -> bool:
         """Whether the slowest rank alone takes longer than the plans that are kept (where all replicas are alike)."""
         alike = layout.columns[0][0].shape[1] == 1
-        return alike and len(self.kept) >= KEEP_AT_LEAST and per_replica * cut.slowest >= self.kept[KEEP_AT_LEAST - 1].seconds
+        return alike and per_replica * cut.slowest >= self._limit(KEEP_AT_LEAST)
+
+    def _limit(self, count: int) -> float:
+        """Seconds from which on a plan is of no interest: those of the ``count``-th best.
+
+        Estimates of 1F1B are exact; those of other schedules may be short of what their stages take, so that up to as far above
+        them a plan that is sure may still win.
+        """
+        if len(self.kept) < count:
+            return math.inf
+        found = self.kept[count - 1]
+        if found.strategy.schedule == "1f1b":
+            return found.seconds
+        sure = self.sure[count - 1].seconds if len(self.sure) >= count else math.inf
+        return min(sure, UNSURE * found.seconds)
 
     def _finished(
         self, layout: Layout, cut: tuple[int, ...], strategy: Strategy, schedules: Sequence[tuple[str, int]]
     ) -> list[Candidate]:
         found = []
         for name, waves in schedules:
-            per_rank = {"1f1b": 1, "interleaved": waves}.get(name, 2 * waves)
-            if layout.num_ranks == 1 and name != "1f1b":
-                continue
-            if per_rank * layout.num_ranks > self.model.workload.num_layers:
+            if layout.num_ranks == 1 and name != schedules[0][0] and name != "1f1b":
                 continue
             shares = self._shares(layout, cut, replace(strategy, schedule=name, waves=waves))
             if shares is None:
@@ -285,8 +326,10 @@ class _Search:
         strategy: Strategy,
         allowed: list[NDArray[np.bool_]] | None,
         per_replica: float,
+        least: int = 1,
         tolerance: float = TOLERANCE,
     ) -> Cut | None:
+        """The best cut, of ``least`` layers a rank or as ``allowed``."""
         (kinds, tps), index = layout.columns
         weights = np.bincount(index, minlength=kinds.shape[1]) / layout.num_replicas
         pairs = kinds * (int(tps.max()) + 1) + tps
@@ -305,6 +348,8 @@ class _Search:
                 made[row] = np.sum([f * times[name] for f, name in zip(scale, row, strict=True)], axis=0) / sum(scale)
             seconds.append(made[row])
         messages = self._edges(layout, strategy.micro_batch)
+        if allowed is None and least > 1:
+            allowed = [long_enough(self.model.workload.num_layers, least)] * layout.num_ranks
         return best_cut(seconds, messages, max(1.0, per_replica), allowed, tolerance=tolerance)
 
     def _times(self, layout: Layout, group: int, tp: int, strategy: Strategy) -> Floats:
@@ -350,19 +395,25 @@ class _Search:
         return pace, fill
 
     def _keep(self, candidate: Candidate) -> None:
-        """Among the best, unless one of the same kind is there that is as fast."""
-        if len(self.kept) >= self.limits.keep and candidate.seconds >= self.kept[-1].seconds:
+        """Among the best, and among the best that are sure."""
+        self._insert(self.kept, candidate)
+        if candidate.strategy.schedule == "1f1b":
+            self._insert(self.sure, candidate)
+
+    def _insert(self, kept: list[Candidate], candidate: Candidate) -> None:
+        """Unless one of the same kind is there that is as fast."""
+        if len(kept) >= self.limits.keep and candidate.seconds >= kept[-1].seconds:
             return
         mark = candidate.mark
-        for i, other in enumerate(self.kept):
+        for i, other in enumerate(kept):
             if other.mark == mark:
                 if candidate.seconds < other.seconds:
-                    self.kept[i] = candidate
-                    self.kept.sort(key=lambda c: c.seconds)
+                    kept[i] = candidate
+                    kept.sort(key=lambda c: c.seconds)
                 return
-        self.kept.append(candidate)
-        self.kept.sort(key=lambda c: c.seconds)
-        del self.kept[self.limits.keep :]
+        kept.append(candidate)
+        kept.sort(key=lambda c: c.seconds)
+        del kept[self.limits.keep :]
 
     def _miss(self, layout: Layout, strategy: Strategy) -> None:
         """A shape that does not fit: an even cut says by how much."""

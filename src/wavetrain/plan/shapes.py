@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final, NamedTuple
 
@@ -28,12 +28,14 @@ from wavetrain.plan.clock import RECOMPUTES, Recompute
 from wavetrain.plan.estimate import CostModel, Strategy
 from wavetrain.plan.layout import Layout
 from wavetrain.plan.memory import in_flight
-from wavetrain.plan.pipeline_time import fill_share
+from wavetrain.plan.pipeline_time import fill_share, passes
 from wavetrain.plan.placement import num_slots
 
 Floats = NDArray[np.float64]
 
 MAX_MICRO_BATCH: Final = 1024
+FULLEST: Final = 0.97
+"""Share of a device's memory that a plan may fill: the rest is for fragmentation."""
 MAX_SUBSETS: Final = 15
 """Choices of node groups that are tried: all of four groups."""
 
@@ -61,6 +63,23 @@ class Limits:
     """Stop after about so long; the bound says what may have been missed."""
 
 
+def limits_of(runtime: str) -> Limits:
+    """What a runtime can do: wavetrain keeps optimizers whole, and recomputes all or nothing; Megatron has no waves."""
+    if runtime == "megatron":
+        return Limits(schedules=(("1f1b", 1), ("interleaved", 2)))
+    return Limits(sharded_optimizer=(False,), recompute=("none", "full"))
+
+
+class Part(NamedTuple):
+    """The nodes of a cluster that take part."""
+
+    groups: tuple[NodeGroup, ...]
+    first: tuple[int, ...]
+    """Number of every group's first node in the whole cluster."""
+    whole: bool = True
+    """Whether all nodes of its groups take part; parts of groups are looked into only where they promise to be better."""
+
+
 class Shape(NamedTuple):
     """What is chosen before the devices are laid out."""
 
@@ -68,7 +87,7 @@ class Shape(NamedTuple):
     """Seconds below which no plan of the shape can be."""
     guess: float
     """Seconds that it may well take: the order of the visits."""
-    groups: tuple[NodeGroup, ...]
+    part: Part
     tp: int
     num_ranks: int
     num_replicas: int
@@ -88,40 +107,67 @@ class Shapes:
     def __init__(self, model: CostModel, cluster: Cluster, global_batch: int, limits: Limits) -> None:
         self.model, self.cluster, self.global_batch, self.limits = model, cluster, global_batch, limits
         self.rates: dict[tuple[object, ...], tuple[Floats, Floats, float]] = {}
+        self.reached = 0
+        """How far the choices went: tp, dp and pp, the micro-batch."""
 
     def nothing(self) -> str:
         """Why there is no shape at all."""
-        workload = self.model.workload
+        workload, limits = self.model.workload, self.limits
+        where = f"{workload.name} on {self.cluster.describe()}"
+        if self.reached == 0:
+            asked = "" if limits.tp is None else f"of {', '.join(map(str, limits.tp))} "
+            return f"{where}: no tensor parallelism {asked}divides both {workload.tensor_limit} heads and the devices of a node"
+        if self.reached == 1:
+            given = (("dp", limits.dp), ("pp", limits.pp))
+            asked = ", ".join(f"{name} {', '.join(map(str, values))}" for name, values in given if values is not None)
+            return (
+                f"{where}: no dp × pp{f' (of {asked})' if asked else ''} uses the devices with at most {workload.num_layers} "
+                f"ranks, one a layer, and {self.global_batch} replicas, one a sequence"
+            )
+        if self.reached == 2:
+            asked = "" if limits.micro_batch is None else f" of {', '.join(map(str, limits.micro_batch))}"
+            return f"{where}: no micro-batch{asked} divides a global batch of {self.global_batch} with one left for every replica"
+        sharded = " and a sharded optimizer" if True in limits.sharded_optimizer else ""
         return (
-            f"{workload.name} ({workload.num_layers} layers; tensor parallelism must divide {workload.tensor_limit}) cannot be "
-            f"split over {self.cluster.describe()} with a global batch of {self.global_batch} and the limits that were given: "
-            "either no number of replicas up to the batch leaves at most one rank a layer, or no plan has room for the layers, "
-            "even with full recompute and a sharded optimizer; take more or larger devices, or fewer limits"
+            f"{where} cannot be split: even with full recompute{sharded} the layers have no room on the devices that may be "
+            "used; take more or larger ones, a shorter sequence, or fewer limits"
         )
 
     def all(self) -> Iterator[Shape]:
-        for groups in self._subsets():
-            for tp in self._tensor_sizes(groups):
-                slots = num_slots(groups, tp)
+        """Every shape that may fit."""
+        for part in self._parts():
+            for tp in self._tensor_sizes(part.groups):
+                self.reached = max(self.reached, 1)
+                slots = num_slots(part.groups, tp)
                 for replicas in _divisors(slots):
                     ranks = slots // replicas
                     if ranks > self.model.workload.num_layers or replicas > self.global_batch:
                         continue
                     if not _allowed(self.limits.pp, ranks) or not _allowed(self.limits.dp, replicas):
                         continue
+                    self.reached = max(self.reached, 2)
                     for micro_batch in self._micro_batches(replicas):
-                        found = self._bound(groups, tp, ranks, replicas, micro_batch)
+                        self.reached = max(self.reached, 3)
+                        found = self._bound(part.groups, tp, ranks, replicas, micro_batch)
                         if found is not None:
-                            yield Shape(*found, groups, tp, ranks, replicas, micro_batch)
+                            yield Shape(*found, part, tp, ranks, replicas, micro_batch)
 
-    def _subsets(self) -> Iterator[tuple[NodeGroup, ...]]:
+    def _parts(self) -> list[Part]:
+        """All nodes; and, where some may be left out, every choice of groups, and each choice with fewer nodes of one group."""
         groups = self.cluster.groups
-        yield groups
-        if not self.limits.leave_out or len(groups) == 1:
-            return
-        sizes = range(len(groups) - 1, 0, -1) if 2 ** len(groups) - 1 <= MAX_SUBSETS else (len(groups) - 1,)
-        for size in sizes:
-            yield from combinations(groups, size)
+        first = tuple(int(n) for n in np.cumsum([0, *(g.count for g in groups)])[:-1])
+        found = [Part(groups, first)]
+        if not self.limits.leave_out:
+            return found
+        few = 2 ** len(groups) - 1 <= MAX_SUBSETS
+        for size in range(len(groups), 0, -1) if few else (len(groups), len(groups) - 1):
+            for chosen in combinations(range(len(groups)), size):
+                found.append(Part(tuple(groups[i] for i in chosen), tuple(first[i] for i in chosen)))
+        for part in list(found) if few else found[:1]:
+            for i, group in enumerate(part.groups):
+                for smaller in _smaller(group):
+                    found.append(Part((*part.groups[:i], smaller, *part.groups[i + 1 :]), part.first, False))
+        return list(dict.fromkeys(found))
 
     def _tensor_sizes(self, groups: Sequence[NodeGroup]) -> list[int]:
         limit = self.model.workload.tensor_limit
@@ -245,11 +291,11 @@ def _most_work(times: Sequence[Floats], counts: Floats) -> Floats:
 
 
 def by_flight(schedules: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """Schedules that hold as much in flight, together: they can share a cut."""
+    """Schedules that hold as much in flight and have as many stages a rank, together: they can share a cut."""
     groups: dict[object, list[tuple[str, int]]] = {}
     for name, waves in schedules:
-        key = name if name in ("1f1b", "gpipe", "hanayo") else (name, waves) if name == "interleaved" else "whole"
-        groups.setdefault(key, []).append((name, waves))
+        kind = name if name in ("1f1b", "gpipe", "hanayo", "interleaved") else "whole"
+        groups.setdefault((kind, passes(name, waves)), []).append((name, waves))
     return list(groups.values())
 
 
@@ -257,6 +303,18 @@ def _bare(groups: Sequence[NodeGroup], tp: int) -> Layout:
     """A layout that only says what the groups are."""
     one = np.zeros((1, 1), dtype=np.int64)
     return Layout(groups=tuple(groups), group=one, node=one, tp=np.full((1, 1), tp, dtype=np.int64))
+
+
+def _smaller(group: NodeGroup) -> list[NodeGroup]:
+    """The group with fewer nodes, or of a single node fewer devices: one less, and the next lower powers of two."""
+
+    def fewer(count: int) -> list[int]:
+        powers = [2**i for i in range(count.bit_length()) if 2**i < count]
+        return sorted({count - 1, *powers[-2:], 1} - {0, count}, reverse=True)
+
+    if group.count > 1:
+        return [replace(group, count=n) for n in fewer(group.count)]
+    return [replace(group, gpus=n) for n in fewer(group.gpus)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -271,4 +329,4 @@ def _allowed(limit: tuple[int, ...] | None, value: int) -> bool:
 def room_of(model: CostModel, group: NodeGroup) -> float:
     """Bytes of a device that accounted ones may fill."""
     constants = model.calibration.of(group.device.name)
-    return (group.device.memory_bytes - constants.memory_base) / constants.memory_extra
+    return (FULLEST * group.device.memory_bytes - constants.memory_base) / constants.memory_extra

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from wavetrain.cluster import Cluster, load_cluster
 from wavetrain.workload import Workload, load_workload
@@ -16,6 +17,26 @@ class Sources:
     cluster: str
     seq: int | None = None
     precision: str | None = None
+    runtime: str = "wavetrain"
+    """Who is to run the plan: wavetrain, or megatron."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the runtime hides messages behind computing."""
+        return self.runtime == "wavetrain"
+
+    def beside(self, folder: str | os.PathLike[str]) -> Sources:
+        """The same with files as they are found from ``folder``."""
+        return replace(self, model=_from(self.model, folder), cluster=_from(self.cluster, folder))
+
+    def found_from(self, folder: str | os.PathLike[str]) -> Sources:
+        """The same with files, named as from ``folder``, as they are found from here."""
+
+        def here(name: str) -> str:
+            path = os.path.join(folder, name)
+            return path if _is_file(name) and os.path.exists(path) else name
+
+        return replace(self, model=here(self.model), cluster=here(self.cluster))
 
     def workload(self) -> Workload:
         """The model's layers."""
@@ -24,3 +45,13 @@ class Sources:
     def nodes(self) -> Cluster:
         """The cluster."""
         return load_cluster(self.cluster)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".toml", ".json")) or os.sep in name
+
+
+def _from(name: str, folder: str | os.PathLike[str]) -> str:
+    if not _is_file(name) or not os.path.exists(name) or os.path.isabs(name):
+        return name
+    return os.path.relpath(name, folder)

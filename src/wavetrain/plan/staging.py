@@ -21,6 +21,7 @@ from wavetrain.plan.cut import best_cut
 from wavetrain.plan.estimate import CostModel
 from wavetrain.plan.pipeline_time import passes, placement_of
 from wavetrain.plan.search import Candidate
+from wavetrain.plan.shapes import room_of
 from wavetrain.schedule.balance import even_ranks
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.families import build
@@ -153,9 +154,7 @@ def _costs(candidate: Candidate, model: CostModel, placement: Placement, points:
         working[rank] = max(working[rank], float(memory.working[run].max()))
     caps = []
     for rank in range(ranks):
-        device = layout.groups[int(layout.group[rank, replica])].device
-        constants = model.calibration.of(device.name)
-        room = (device.memory_bytes - constants.memory_base) / constants.memory_extra - states[rank] - working[rank]
+        room = room_of(model, layout.groups[int(layout.group[rank, replica])]) - states[rank] - working[rank]
         caps.append(max(room, 1.0))
     latency, bandwidth = _links(candidate, model, replica)
     sizes = strategy.micro_batch * model.arrays.output_bytes

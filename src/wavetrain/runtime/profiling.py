@@ -169,7 +169,10 @@ def layers_from(name: str) -> tuple[list[nn.Module], Tensor]:
     build: Any = getattr(module, function, None)
     if not callable(build):
         raise InputError(f"--layers-from {name}: {module_name} has no function {function!r}")
-    made = build()
+    try:
+        made = build()
+    except Exception as error:  # the user's own code: say where it came from
+        raise InputError(f"--layers-from {name}: {function} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Tensor):
         raise InputError(f"--layers-from {name}: expected (layers, inputs of one sample), the inputs a tensor (1, …)")
     layers = list(made[0])
