@@ -15,6 +15,8 @@ Other families keep the ranks as busy, but fill and drain in a share of the time
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,8 @@ Floats = NDArray[np.float64]
 
 SCHEDULES = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "zbv": 1 / 3}
 SCHEDULES_WITH_WAVES = {"interleaved": 1.0, "hanayo": 2 / 3, "zb-wave": 1 / 6}
+EFFORT = 0.5
+"""Of building zero-bubble waves for a plan: several finalists are to be simulated within a second."""
 SETTLED = 5
 """Times the number of ranks: micro-batches after which a pipeline runs at the pace of its slowest rank."""
 
@@ -54,6 +58,13 @@ def placement_of(schedule: str, num_ranks: int, waves: int) -> Placement:
     if schedule == "interleaved":
         return loop(num_ranks, waves)
     return straight(num_ranks)
+
+
+def build_options(schedule: str, waves: int) -> dict[str, Any]:
+    """What :func:`wavetrain.schedule.families.build` is told of a plan's schedule."""
+    if schedule == "zb-wave":
+        return {"waves": waves, "effort": EFFORT}
+    return {"waves": waves} if schedule == "hanayo" else {"stages_per_rank": waves} if schedule == "interleaved" else {}
 
 
 def pipeline_seconds(

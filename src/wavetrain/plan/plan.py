@@ -19,7 +19,7 @@ from typing import Any, Final
 from wavetrain.errors import FormatError, InputError, require_keys
 from wavetrain.files import parse_toml, read_text
 from wavetrain.plan.clock import RECOMPUTES, Recompute
-from wavetrain.plan.pipeline_time import placement_of
+from wavetrain.plan.pipeline_time import build_options, placement_of
 from wavetrain.plan.sources import Sources
 from wavetrain.schedule.costs import Costs
 from wavetrain.schedule.costs_file import costs_from_dict
@@ -104,10 +104,8 @@ class Plan:
         """
         if self.costs is None:
             raise InputError("the plan's schedule is too large to build: it has no [costs]")
-        options: dict[str, Any] = {"waves": self.waves} if self.schedule in ("hanayo", "zb-wave") else {}
-        if self.schedule == "interleaved":
-            options = {"stages_per_rank": self.waves}
         count = self.micro_batches[self.slowest[1]]
+        options = build_options(self.schedule, self.waves)
         return build(self.schedule, num_ranks=self.pp, num_micro_batches=count, costs=self.costs, **options), self.costs
 
     def layers_of(self, rank: int) -> str:

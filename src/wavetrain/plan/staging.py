@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from wavetrain.errors import CapError, InputError
 from wavetrain.plan.cut import best_cut
 from wavetrain.plan.estimate import CostModel
-from wavetrain.plan.pipeline_time import passes, placement_of
+from wavetrain.plan.pipeline_time import build_options, passes, placement_of
 from wavetrain.plan.search import Candidate
 from wavetrain.plan.shapes import room_of
 from wavetrain.schedule.balance import even_ranks
@@ -94,9 +94,7 @@ def stage(candidate: Candidate, model: CostModel) -> Staged | None:
     ]
     points = _points(candidate, model, placement, [c.both for c in columns])
     costs = _costs(candidate, model, placement, points, replica)
-    options: dict[str, Any] = {"waves": strategy.waves} if strategy.schedule in ("hanayo", "zb-wave") else {}
-    if strategy.schedule == "interleaved":
-        options = {"stages_per_rank": strategy.waves}
+    options = build_options(strategy.schedule, strategy.waves)
     try:
         schedule = build(
             strategy.schedule,
