@@ -40,10 +40,10 @@ TOLERANCE: Final = 0.001
 """Of a cut, as a share of its value, while searching."""
 FEW_SLOTS: Final = 6
 FIRST_LAYOUTS: Final = 3
-PATIENT_LAYOUTS: Final = 8
+PATIENT_LAYOUTS: Final = 6
 FAR: Final = 1.1
 """A shape of more than a few slots is given up after some layouts (fewer, if slots are many) if none was so close to the best."""
-UNSURE: Final = 1.05
+UNSURE: Final = 1.03
 """How far estimates of schedules other than 1F1B may be short of what their stages take."""
 SHOWN: Final = 6
 """Plans whose cuts are made exact."""

@@ -36,6 +36,8 @@ Floats = NDArray[np.float64]
 MAX_MICRO_BATCH: Final = 1024
 FULLEST: Final = 0.97
 """Share of a device's memory that a plan may fill: the rest is for fragmentation."""
+MANY_DEVICES: Final = 64
+"""Of clusters with more devices, groups take part whole or not at all."""
 MAX_SUBSETS: Final = 15
 """Choices of node groups that are tried: all of four groups."""
 
@@ -163,7 +165,7 @@ class Shapes:
         for size in range(len(groups), 0, -1) if few else (len(groups), len(groups) - 1):
             for chosen in combinations(range(len(groups)), size):
                 found.append(Part(tuple(groups[i] for i in chosen), tuple(first[i] for i in chosen)))
-        for part in list(found) if few else found[:1]:
+        for part in list(found) if few and self.cluster.num_devices <= MANY_DEVICES else ():
             for i, group in enumerate(part.groups):
                 for smaller in _smaller(group):
                     found.append(Part((*part.groups[:i], smaller, *part.groups[i + 1 :]), part.first, False))
