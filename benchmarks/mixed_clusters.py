@@ -178,7 +178,7 @@ def _real(quick: bool) -> tuple[list[Row], str]:
         shutil.rmtree(folder, ignore_errors=True)
         return [], f"No cgroup may be made here ({problem.strerror}): real compute with one slowed rank was not run."
     try:
-        found = launch(_compute, ranks=2, args=(str(folder), 2 if quick else 12))
+        found = launch(_compute, ranks=2, args=(str(folder), 1 if quick else 12))
     finally:
         for _ in range(50):
             try:
@@ -222,9 +222,8 @@ def _compute(folder: str, steps: int) -> dict[str, Any]:
     dist.barrier()
     layers = list(GPT(**SHAPE))
     times = torch.zeros(2, len(layers), 2, dtype=torch.float64)
-    for _ in range(2):
-        found = measure_layers(layers, tokens, repeats=9)
-        dist.barrier()
+    found = measure_layers(layers, tokens, repeats=1 if steps == 1 else 15)
+    dist.barrier()
     for i, one in enumerate(found):
         times[rank, i] = torch.tensor([one.forward_seconds, one.backward_seconds])
     dist.all_reduce(times)
@@ -250,13 +249,14 @@ def _compute(folder: str, steps: int) -> dict[str, Any]:
         result[f"{name} cut"] = counts
     inputs = torch.randint(0, 256, (4 * COUNT, 128))
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    for step in range(steps + 2):
+    warmup = 1 if steps == 1 else 2
+    for step in range(steps + warmup):
         for name, pipe in pipes.items():
             dist.barrier()
             begin = time.perf_counter()
             pipe.step(inputs, inputs)
             dist.barrier()
-            if step >= 2:
+            if step >= warmup:
                 seconds[name].append(time.perf_counter() - begin)
             for parameter in pipe.parameters():
                 parameter.grad = None
