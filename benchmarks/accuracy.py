@@ -85,8 +85,8 @@ def run(quick: bool) -> Report:
             "the trial that is predicted fastest over that of the fastest.",
             "One trial of het_cluster (tp 2, dp 2, pp 4, micro-batch 1: 2.8 s, where micro-batch 4 took 1.65 s and equal nodes "
             "of slower devices 1.74 s) is predicted at two thirds; it alone takes about 0.09 from the rank correlation there.",
-            "Held out are the constants only: the form of the model, and the values that every fit starts from and is pulled to, were "
-            "chosen with all of these trials in view, so trials from elsewhere will be predicted less well.",
+            "Held out are the constants only: the form of the model, and the values that every fit starts from and is pulled to, "
+            "were chosen with all of these trials in view, so trials from elsewhere will be predicted less well.",
             "A stage without parameters counts as a predicted failure: two of AMP's trials have one, and both failed.",
         ),
     )
