@@ -170,7 +170,7 @@ REFUSALS: list[tuple[str, tuple[str, ...]]] = [
     ("--stop-on-nan --no-stop-on-nan", ("both given",)),
     ("--log tensorbord", ("did you mean 'tensorboard'",)),
     ("bad.toml", ("bad.toml", "did you mean 'micro_batches'")),
-    ("nowhere.toml", ("No such file nowhere.toml",)),
+    ("nowhere.toml", ("nowhere.toml: No such file",)),
 ]
 
 
