@@ -137,6 +137,11 @@ class Shape:
     positions: bool = True
     """Whether positions have weights of their own."""
 
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether :class:`wavetrain.models.GPT` builds such a model: whole heads, an MLP four times as wide, no gate."""
+        return not self.gated and self.kv_heads in (None, self.heads) and self.ffn in (None, 4 * self.hidden)
+
     def workload(self, name: str, precision: str = "bf16") -> Workload:
         """Embedding, blocks and head as layers."""
         if precision not in PRECISIONS:

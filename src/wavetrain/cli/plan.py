@@ -126,7 +126,9 @@ class PlanVerb(Costing):
             )
         gap = 1 - planned.found.bound / planned.best.seconds
         state = (
-            "the space was searched to its end" if planned.found.complete else f"at most {max(gap, 0):.0%} are left on the table"
+            "all shapes of whole node groups were searched"
+            if planned.found.complete
+            else f"at most {max(gap, 0):.0%} are left on the table"
         )
         print(f"{planned.found.num_shapes} shapes in {planned.found.seconds:.2f} s; {state}")
         print(f"written to {path}{'' if not note else f' ({note})'}")

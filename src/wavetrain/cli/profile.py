@@ -101,7 +101,7 @@ class ProfileVerb(Output):
         assert self.model is not None, "one of them was given"
         workload = load_workload(self.model, seq=self.seq, precision="fp32")
         shape = workload.shape
-        if shape is None or shape.gated or shape.kv_heads not in (None, shape.heads) or shape.ffn not in (None, 4 * shape.hidden):
+        if shape is None or not shape.is_gpt2:
             raise InputError(f"{self.model} is no GPT-2 like model; give your own layers with --layers-from")
         model = GPT(
             num_layers=shape.layers,

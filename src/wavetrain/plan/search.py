@@ -4,8 +4,9 @@ What is chosen: which node groups take part, tp, dp, pp, the micro-batch, the sc
 the layers are cut, which devices host which rank of which replica, and how many micro-batches every replica gets.
 
 Shapes (:mod:`wavetrain.plan.shapes`) are visited in the order of a guess, and left out if their lower bound is above the best
-plan found. So nothing is sampled, and for small clusters the plan is the best there is of the space; where time runs out, the
-least bound of what was not looked into says what may be left on the table.
+plan found. So, of whole node groups, nothing is sampled (with fewer nodes of a group a few shapes are only tried), and for
+small clusters the plan is the best there is of the space; where time runs out, the least bound of what was not looked into says
+what may be left on the table.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _FAMILIES_WITH_WAVES = ("hanayo", "zb-wave")
 def train_settings(plan: Plan, workload: Workload) -> tuple[dict[str, Any], str]:
     """Settings for a plan's ``[train]`` table; none, with the reason, where ``wavetrain train`` cannot run it."""
     shape = workload.shape
-    if shape is None or shape.gated or shape.kv_heads not in (None, shape.heads) or shape.ffn not in (None, 4 * shape.hidden):
+    if shape is None or not shape.is_gpt2:
         return (
             {},
             f"wavetrain train builds GPT-2 like models; {workload.name} is none: use wavetrain.Pipeline with your own model",
