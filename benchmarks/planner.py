@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.report import Report, Row, main
 
 from wavetrain.cluster import Cluster, cluster_from_text, load_cluster
-from wavetrain.plan.baselines import megatron_rule
+from wavetrain.plan.baselines import best_even, megatron_rule
 from wavetrain.plan.calibration import shipped
 from wavetrain.plan.cut import best_cut
 from wavetrain.plan.estimate import CostModel
@@ -113,6 +113,16 @@ def _amp(name: str, profiles: Profiles, quick: bool) -> list[Row]:
             passed=seconds <= 1 if not quick else None,  # of a machine that is not idle
         )
     ]
+    even = best_even(waits, cluster, batch)
+    if even is not None:
+        rows.append(
+            Row(
+                case=f"{name}: gain over the best even plan (every tp, dp, pp and micro-batch tried), same runtime and 1F1B",
+                target="≥ 1×",
+                measured=f"{even.seconds / own.seconds:.2f}× ({even.seconds:.3f} → {own.seconds:.3f} s)",
+                passed=even.seconds >= 0.999 * own.seconds,
+            )
+        )
     if usual is not None:
         why = next(iter(baselines(own, waits, cluster))).why
         least = reported if reported is not None else 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wavetrain.errors import FormatError, InputError, UnknownNameError
-from wavetrain.plan.baselines import amp_model, amp_pick, megatron_rule
+from wavetrain.plan.baselines import amp_model, amp_pick, best_even, megatron_rule
 from wavetrain.plan.explain import changes, explain
 from wavetrain.plan.export import FRAMEWORKS, export
 from wavetrain.plan.layout import even_cut
@@ -121,7 +121,7 @@ def test_an_explanation_adds_up(made: Plan) -> None:
     told = explain(made, model(10), mixed(), what_ifs=True)
     assert sum(seconds for _, seconds, _ in told.parts) == pytest.approx(made.seconds, rel=1e-6)
     assert told.binds
-    assert {b.name for b in told.baselines} == {"Megatron's rule", "AMP's pick"}
+    assert {b.name for b in told.baselines} == {"Megatron's rule", "best even plan", "AMP's pick"}
     assert len(told.what_ifs) == len(list(changes(mixed())))
     more = [w for w in told.what_ifs if w.change.startswith("one more")]
     assert all(w.speedup is not None and w.speedup >= 1 for w in more), "what is more can stay idle"
@@ -131,8 +131,10 @@ def test_an_explanation_adds_up(made: Plan) -> None:
 def test_the_usual_choice_is_not_better() -> None:
     for cluster in (even(2, 4), mixed()):
         best = make_plan(model(10), cluster, 8, SOURCES).best
-        usual = megatron_rule(model(10), cluster, 8)
-        assert usual is None or usual.seconds >= best.seconds * 0.999
+        usual, even_one = megatron_rule(model(10), cluster, 8), best_even(model(10), cluster, 8)
+        assert usual is not None
+        assert even_one is not None
+        assert usual.seconds >= even_one.seconds >= best.seconds * 0.999
     assert amp_pick(model(10), even(2, 4), 8) is not None
 
 

@@ -3,6 +3,8 @@
 Megatron's rule (Narayanan et al., SC'21): tensor parallelism within a node and no further; then as much pipeline parallelism as
 it takes for the model to fit; data parallelism with what is left, outermost; layers cut evenly; the best micro-batch that fits.
 
+The best even plan: of all sizes of the three, within the same rules, the one that is quickest: what trying them all would find.
+
 AMP's cost model (Li et al., NeurIPS'22): time linear in the micro-batch, backward twice the forward, speeds of unlike devices
 averaged, (B − 1) · max + sum + messages, a ring over the slowest link; no memory.
 """
@@ -39,17 +41,43 @@ def megatron_rule(model: CostModel, cluster: Cluster, global_batch: int, *, grad
     return None
 
 
+def best_even(
+    model: CostModel, cluster: Cluster, global_batch: int, *, gradient_bytes: int = 4, max_slots: int = 64
+) -> Candidate | None:
+    """The quickest of all plans with tp within a node, layers cut evenly, equal shares of the batch and 1F1B.
+
+    None if none fits, or for clusters with more slots than it is tried on.
+    """
+    found: list[Candidate] = []
+    for tp in _tensor_sizes(model, cluster):
+        slots = num_slots(cluster.groups, tp)
+        if slots > max_slots:
+            continue
+        for ranks in range(1, min(slots, model.workload.num_layers) + 1):
+            if slots % ranks:
+                continue
+            for recompute in ("none", "full"):
+                one = _best_micro_batch(model, cluster, global_batch, tp, ranks, recompute, gradient_bytes)
+                if one is not None:
+                    found.append(one)
+    return min(found, key=lambda one: one.seconds, default=None)
+
+
 def _parts(model: CostModel, cluster: Cluster) -> Iterator[tuple[int, int]]:
     """(tp, pp) in the order of the rule: tp up to a node, then pp."""
-    most = min(g.gpus for g in cluster.groups)
-    limit = model.workload.tensor_limit
-    sizes = [t for t in range(1, most + 1) if all(g.gpus % t == 0 for g in cluster.groups) and limit % t == 0]
+    sizes = _tensor_sizes(model, cluster)
     for tp in sizes:
         yield tp, 1
     slots = num_slots(cluster.groups, sizes[-1])
     for ranks in range(2, min(slots, model.workload.num_layers) + 1):
         if slots % ranks == 0:
             yield sizes[-1], ranks
+
+
+def _tensor_sizes(model: CostModel, cluster: Cluster) -> list[int]:
+    most = min(g.gpus for g in cluster.groups)
+    limit = model.workload.tensor_limit
+    return [t for t in range(1, most + 1) if all(g.gpus % t == 0 for g in cluster.groups) and limit % t == 0]
 
 
 def _best_micro_batch(

@@ -9,7 +9,7 @@ from typing import Any, Final
 from wavetrain.cluster import Cluster, describe_link
 from wavetrain.devices import GBPS
 from wavetrain.errors import InputError
-from wavetrain.plan.baselines import amp_pick, megatron_rule
+from wavetrain.plan.baselines import amp_pick, best_even, megatron_rule
 from wavetrain.plan.estimate import PARTS, CostModel
 from wavetrain.plan.plan import Plan
 from wavetrain.plan.planner import make_plan
@@ -101,8 +101,8 @@ def explain(
 
 
 def baselines(plan: Plan, model: CostModel, cluster: Cluster) -> Iterator[Baseline]:
-    """The usual choice, and AMP's, by our estimate."""
-    for name, pick in (("Megatron's rule", megatron_rule), ("AMP's pick", amp_pick)):
+    """The usual choice, the best of its kind, and AMP's, by our estimate."""
+    for name, pick in (("Megatron's rule", megatron_rule), ("best even plan", best_even), ("AMP's pick", amp_pick)):
         try:
             candidate = pick(model, cluster, plan.global_batch)
         except InputError:

@@ -1,7 +1,7 @@
 """Profiling: what the layers of a model take on this machine, one device at a time, and what a message between processes takes.
 
-Every layer is run alone, forward and backward, on what the layer before it gives, for several micro-batches; the median of
-several runs counts. What a layer keeps for its backward pass is counted as autograd saves it (parameters and shared storage
+The layers run as a stage runs them, all forward and then all backward, with a clock between any two; several passes, for
+several micro-batches. What a layer keeps for its backward pass is counted as autograd saves it (parameters and shared storage
 once).
 """
 
@@ -50,12 +50,15 @@ def measure_layers(
 ) -> list[MeasuredLayer]:
     """What every layer takes for one micro-batch.
 
+    The layers run as a stage runs them, one after another, all forward and then all backward, and gradients add up: a layer
+    that is run again and again alone finds its weights in the cache and makes its gradients anew.
+
     Args:
         layers: in the order of the forward pass, each taking what the one before it gives: one tensor.
         inputs: of the first layer, (micro_batch, …).
-        repeats: runs of every layer, of which the median counts; one more goes before.
+        repeats: passes over all layers; the quickest three quarters of them count, by their mean. One more goes before.
         threads: of torch, on the CPU.
-        progress: is told which layer is measured.
+        progress: is told how far it is.
 
     Raises:
         InputError: a layer does not give one tensor.
@@ -63,26 +66,40 @@ def measure_layers(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = []
-        value = inputs
-        for i, layer in enumerate(layers):
+        kept, sizes = _measure_bytes(layers, inputs)
+        passes = []
+        for run in range(repeats):
             if progress is not None:
-                progress(f"layer {i + 1} of {len(layers)}, micro-batch {inputs.shape[0]}")
-            one, value = _measure(i, layer, value, repeats)
-            found.append(one)
-        return found
+                progress(f"{len(layers)} layers, micro-batch {inputs.shape[0]}, pass {run + 1} of {repeats}")
+            passes.append(_measure_pass(layers, inputs))
     finally:
         torch.set_num_threads(before)
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+    passes.sort(key=lambda one: sum(forward + backward for forward, backward in one))
+    counted = passes[: max(1, 3 * len(passes) // 4)]
+    return [
+        MeasuredLayer(
+            forward_seconds=statistics.fmean(one[i][0] for one in counted),
+            backward_seconds=statistics.fmean(one[i][1] for one in counted),
+            parameter_bytes=float(sum(p.numel() * p.element_size() for p in layer.parameters())),
+            output_bytes=sizes[i],
+            activation_bytes=kept[i],
+        )
+        for i, layer in enumerate(layers)
+    ]
 
 
-def _measure(index: int, layer: nn.Module, value: Tensor, repeats: int) -> tuple[MeasuredLayer, Tensor]:
-    forward, backward = [], []
-    output = value
-    kept = 0.0
-    for run in range(repeats + 1):
-        given = value.detach()
-        if given.is_floating_point():
-            given.requires_grad_()
+def _given(value: Tensor) -> Tensor:
+    given = value.detach()
+    return given.requires_grad_() if given.is_floating_point() else given
+
+
+def _measure_bytes(layers: Sequence[nn.Module], inputs: Tensor) -> tuple[list[float], list[float]]:
+    """Bytes that every layer keeps for its backward pass, and of its output; runs every layer once, forward and backward."""
+    kept, sizes = [], []
+    value = inputs
+    for i, layer in enumerate(layers):
         saved: dict[int, int] = {}
         own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
 
@@ -92,33 +109,42 @@ def _measure(index: int, layer: nn.Module, value: Tensor, repeats: int) -> tuple
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        _wait(value)
-        begin = time.perf_counter()
-        if run == 0:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                output = layer(given)
-        else:
-            output = layer(given)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = layer(_given(value))
         if not isinstance(output, Tensor):
-            raise InputError(f"layer {index} gives {type(output).__name__}; only layers that give one tensor can be profiled")
-        _wait(output)
-        middle = time.perf_counter()
+            raise InputError(f"layer {i} gives {type(output).__name__}; only layers that give one tensor can be profiled")
         if output.requires_grad:
             torch.autograd.backward(output, torch.ones_like(output))
-        _wait(output)
-        if run == 0:
-            kept = float(sum(saved.values()))
-        else:
-            forward.append(middle - begin)
-            backward.append(time.perf_counter() - middle)
-        layer.zero_grad(set_to_none=True)
-    return MeasuredLayer(
-        forward_seconds=statistics.median(forward),
-        backward_seconds=statistics.median(backward),
-        parameter_bytes=float(sum(p.numel() * p.element_size() for p in layer.parameters())),
-        output_bytes=float(output.numel() * output.element_size()),
-        activation_bytes=kept,
-    ), output.detach()
+        kept.append(float(sum(saved.values())))
+        sizes.append(float(output.numel() * output.element_size()))
+        value = output.detach()
+    return kept, sizes
+
+
+def _measure_pass(layers: Sequence[nn.Module], inputs: Tensor) -> list[tuple[float, float]]:
+    """Seconds of every layer, forward and backward, of one pass over all of them."""
+    given, outputs, forward = [], [], []
+    value = inputs
+    for layer in layers:
+        given.append(_given(value))
+        _wait(value)
+        begin = time.perf_counter()
+        value = layer(given[-1])
+        _wait(value)
+        forward.append(time.perf_counter() - begin)
+        outputs.append(value)
+    backward = [0.0] * len(layers)
+    gradient: Tensor | None = torch.ones_like(value)
+    for i in reversed(range(len(layers))):
+        if outputs[i].requires_grad:
+            begin = time.perf_counter()
+            torch.autograd.backward(outputs[i], gradient)
+            _wait(outputs[i])
+            backward[i] = time.perf_counter() - begin
+        gradient = given[i].grad
+        given.pop()
+        outputs.pop()
+    return list(zip(forward, backward, strict=True))
 
 
 def _wait(tensor: Tensor) -> None:
