@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 SCHEDULES = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "zbv": 1 / 3}
 SCHEDULES_WITH_WAVES = {"interleaved": 1.0, "hanayo": 2 / 3, "zb-wave": 1 / 6}
-EFFORT = 0.5
+EFFORT = 0.2
 """Of building zero-bubble waves for a plan: several finalists are to be simulated within a second."""
 SETTLED = 5
 """Times the number of ranks: micro-batches after which a pipeline runs at the pace of its slowest rank."""
