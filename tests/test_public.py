@@ -26,6 +26,7 @@ LEVELS = {
     "profile": 2,
     "models": 2,
     "data": 2,
+    "optim": 2,
     "plan": 3,
     "view": 4,
     "runtime": 4,
@@ -128,7 +129,7 @@ def test_importing_all_that_is_light_pulls_in_neither_torch_nor_numpy() -> None:
         "import importlib, sys\n"
         f"for name in {light!r}: importlib.import_module(name)\n"
         "import wavetrain\n"
-        "heavy = {'Pipeline', 'launch', 'rehearse'}\n"
+        "heavy = {'OptEx', 'Pipeline', 'launch', 'rehearse'}\n"
         "for name in wavetrain.__all__: name in heavy or getattr(wavetrain, name)\n"
         "wavetrain.simulate(wavetrain.build('zb-wave', num_ranks=2, num_micro_batches=2))\n"
         "print(sorted({'torch', 'numpy', 'ortools'} & set(sys.modules)))\n"

@@ -14,6 +14,7 @@ and those that need torch:
     Pipeline                             a model trained by a schedule, over ranks
     launch                               run a function in several ranks of this machine
     rehearse                             run a schedule for real, with emulated compute
+    OptEx                                several steps of a torch optimizer at once
     models, data                         packages: models that can be pipelined, batches of tokens
 """
 
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wavetrain import data, models
     from wavetrain.errors import WavetrainError
+    from wavetrain.optim.optex import OptEx
     from wavetrain.runtime.launch import launch
     from wavetrain.runtime.pipeline import Pipeline
     from wavetrain.runtime.rehearsal import rehearse
@@ -44,6 +46,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Action": "wavetrain.schedule.actions",
     "Costs": "wavetrain.schedule.costs",
+    "OptEx": "wavetrain.optim.optex",
     "Pipeline": "wavetrain.runtime.pipeline",
     "Schedule": "wavetrain.schedule.schedule",
     "Timeline": "wavetrain.schedule.timeline",
@@ -63,6 +66,7 @@ __all__ = [
     "SCHEDULE_NAMES",
     "Action",
     "Costs",
+    "OptEx",
     "Pipeline",
     "Schedule",
     "Timeline",

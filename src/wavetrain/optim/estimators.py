@@ -1,0 +1,119 @@
+"""Which estimate of a gradient to believe.
+
+    last      the newest gradient again
+    mean      the mean of the newest round's
+    secant    a straight line through the newest two, along the way between them
+    zero      nothing: the optimizer coasts on its momentum
+    gp        a Gaussian process whose length scale and noise predict each of the newest gradients best from all others
+
+All give weights of known gradients. A :class:`Judge` sees how far each was off, lately, and chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wavetrain.optim.history import History
+from wavetrain.optim.process import Prior, Process, left_out_errors, typical_distance
+
+Floats = NDArray[np.float64]
+
+LENGTHS: Final = (0.3, 1.0, 3.0, 10.0, 30.0)
+NOISES: Final = (1e-6, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+SIMPLE: Final = ("last", "mean", "secant", "zero")
+ESTIMATORS: Final = ("gp", *SIMPLE)
+MEMORY: Final = 0.8
+"""How much of a round's errors still counts a round later."""
+COASTING: Final = 0.5
+"""Coasting is believed only if its squared error is below this share of all others': under noise its error is the least of all,
+but it is short of every step that follows."""
+MIN_POINTS: Final = 3
+"""Known gradients that it takes for a Gaussian process."""
+
+
+class Judge:
+    """Errors of estimators, and of the priors of the Gaussian process.
+
+    Args:
+        kernel: of the process.
+    """
+
+    def __init__(self, kernel: str) -> None:
+        self.priors = tuple(Prior(length, noise, kernel) for length in LENGTHS for noise in NOISES)
+        self.errors: Floats = np.zeros(len(ESTIMATORS))
+        """Squared errors of predictions, over squared gradients, weighted by age."""
+        self.left_out: Floats = np.zeros(len(self.priors))
+        """The same of every prior, of each new gradient given all others."""
+
+    @property
+    def best(self) -> str:
+        """The estimator to predict with."""
+        others = self.errors[:-1]
+        if self.errors[-1] < COASTING * others.min():
+            return "zero"
+        return ESTIMATORS[int(others.argmin())]
+
+    @property
+    def prior(self) -> Prior:
+        """The best for the Gaussian process."""
+        return self.priors[int(self.left_out.argmin())]
+
+    def process(self, history: History) -> Process | None:
+        """The Gaussian process given all that is known; None of too little."""
+        if len(history) < MIN_POINTS:
+            return None
+        squares = history.between(history.rows)
+        return Process(self.prior, squares, typical_distance(squares))
+
+    def hear(self, history: History, before: Sequence[int], process: Process | None, num_newest: int, new: list[int]) -> None:
+        """Learn from a round: rows ``before`` were known, ``num_newest`` of them of one round; ``new`` are now known as well."""
+        if not before:
+            return
+        inner, cross = history.products[np.ix_(before, before)], history.products[np.ix_(new, before)]
+        own = history.products[new, new]
+        squares = history.between(new, before)
+        for i, name in enumerate(ESTIMATORS):
+            w = np.stack([weights(name, process, history, before, num_newest, row) for row in squares])
+            off = np.einsum("qi,ij,qj->q", w, inner, w) - 2 * (w * cross).sum(axis=1) + own
+            error = max(0.0, float(off.sum())) / max(float(own.sum()), 1e-300)
+            self.errors[i] = MEMORY * self.errors[i] + min(error, 1e6)
+        if len(history) < MIN_POINTS:
+            return
+        squares = history.between(history.rows)
+        unit, products = typical_distance(squares), history.products[np.ix_(history.rows, history.rows)]
+        which = [history.rows.index(row) for row in new]
+        found = left_out_errors(self.priors, squares, unit, products, which)
+        self.left_out = MEMORY * self.left_out + np.minimum(np.nan_to_num(found, nan=1e6), 1e6)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors."""
+        return {"errors": torch.from_numpy(self.errors.copy()), "left_out": torch.from_numpy(self.left_out.copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What :meth:`state_dict` gave."""
+        self.errors, self.left_out = state["errors"].numpy().copy(), state["left_out"].numpy().copy()
+
+
+def weights(
+    name: str, process: Process | None, history: History, known: Sequence[int], num_newest: int, squares: Floats
+) -> Floats:
+    """Weights (n,) that an estimator gives the gradients of rows ``known``, at a point with these squared distances (n,)."""
+    n = len(known)
+    found = np.zeros(n)
+    if name == "gp" and process is not None:
+        return process.weights(squares)
+    if name in ("gp", "mean"):
+        newest = max(1, min(num_newest, n))
+        found[n - newest :] = 1.0 / newest
+    elif name == "last" or (name == "secant" and n < 2):
+        found[-1] = 1.0
+    elif name == "secant":
+        between = history.squares[known[-1], known[-2]]
+        along = (squares[-2] - squares[-1] - between) / (2 * between) if between > 0 else 0.0
+        found[-1], found[-2] = 1 + along, -along
+    return found

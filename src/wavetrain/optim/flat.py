@@ -1,0 +1,100 @@
+"""Flat: all trained parameters of an optimizer as one vector of d numbers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavetrain.errors import InputError
+
+
+class Flat:
+    """The parameters of ``groups`` that require gradients, in order, as slices of a vector.
+
+    Args:
+        groups: ``param_groups`` of a torch optimizer.
+
+    Raises:
+        InputError: none is trained, or they are of several devices or types.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.parameters: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
+        if not self.parameters:
+            raise InputError("the optimizer holds no parameter that requires a gradient")
+        kinds = {(p.device, p.dtype) for p in self.parameters}
+        if len(kinds) > 1:
+            named = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
+            raise InputError(f"OptEx takes parameters of one type on one device; these are {named}")
+        self.device, self.dtype = next(iter(kinds))
+        if not self.dtype.is_floating_point:
+            raise InputError(f"OptEx takes parameters of real numbers; these are {self.dtype}")
+        self.sizes = [p.numel() for p in self.parameters]
+        self.num_coordinates = sum(self.sizes)
+
+    def same(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether ``groups`` still train exactly these parameters."""
+        now = [p for group in groups for p in group["params"] if p.requires_grad]
+        return len(now) == len(self.parameters) and all(a is b for a, b in zip(now, self.parameters, strict=True))
+
+    def empty(self) -> Tensor:
+        """A vector (d,)."""
+        return torch.empty(self.num_coordinates, device=self.device, dtype=self.dtype)
+
+    @torch.no_grad()
+    def read(self, out: Tensor) -> Tensor:
+        """The parameters' values into ``out`` (d,)."""
+        for part, p in zip(torch.split(out, self.sizes), self.parameters, strict=True):
+            part.copy_(p.reshape(-1))
+        return out
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """``values`` (d,) into the parameters."""
+        for part, p in zip(torch.split(values, self.sizes), self.parameters, strict=True):
+            p.copy_(part.view_as(p))
+
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change when a parameter is written to."""
+        return tuple(p._version for p in self.parameters)
+
+    @torch.no_grad()
+    def checksum(self) -> tuple[float, float]:
+        """Two numbers that differ if parameters do."""
+        sums = [p.double().sum() for p in self.parameters]
+        squares = [p.double().square().sum() for p in self.parameters]
+        return float(torch.stack(sums).sum()), float(torch.stack(squares).sum())
+
+    def forget_gradients(self) -> None:
+        """No parameter has a gradient."""
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def read_gradients(self, out: Tensor) -> tuple[bool, ...]:
+        """The gradients into ``out`` (d,), zeros where there is none; which parameters have one.
+
+        Raises:
+            InputError: one is sparse.
+        """
+        has = []
+        for i, (part, p) in enumerate(zip(torch.split(out, self.sizes), self.parameters, strict=True)):
+            has.append(p.grad is not None)
+            if p.grad is None:
+                part.zero_()
+            elif p.grad.is_sparse:
+                raise InputError(
+                    f"the gradient of parameter {i}, of shape {tuple(p.shape)}, is sparse: OptEx keeps gradients as one dense "
+                    "vector; make the embedding with sparse=False"
+                )
+            else:
+                part.copy_(p.grad.reshape(-1))
+        return tuple(has)
+
+    def lend_gradients(self, values: Tensor, has: Sequence[bool]) -> None:
+        """Parts of ``values`` (d,) as the parameters' gradients, without a copy; None where ``has`` says no."""
+        for part, p, there in zip(torch.split(values, self.sizes), self.parameters, has, strict=True):
+            p.grad = part.view_as(p) if there else None

@@ -1,0 +1,67 @@
+"""Fork: the state of a torch optimizer set aside, and brought back, so that steps can be tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Fork:
+    """What ``optimizer`` remembers, at the time of the last :meth:`save`.
+
+    Everything that a step may change is kept: the state of every parameter, and the values of its groups. Buffers are made
+    once and used again.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state: dict[Tensor, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Set aside what it remembers now."""
+        old = self._state
+        self._state = {p: _copied(value, old.get(p)) for p, value in self._optimizer.state.items()}
+        self._groups = [
+            {k: _copied(v, None) for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring it back."""
+        state = self._optimizer.state
+        for p in [p for p in state if p not in self._state]:
+            del state[p]
+        for p, value in self._state.items():
+            state[p] = _copied(value, state.get(p))
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for k in [k for k in group if k != "params" and k not in values]:
+                del group[k]
+            for k, v in values.items():
+                if not _same(group.get(k), v):
+                    group[k] = _copied(v, None)
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy that shares nothing with ``value``; tensors go into those of ``into`` where they fit."""
+    if isinstance(value, Tensor):
+        if isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype and into.device == value.device:
+            return into.copy_(value)
+        return value.detach().clone()
+    if isinstance(value, dict):
+        known = into if isinstance(into, dict) else {}
+        return {k: _copied(v, known.get(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        parts = into if isinstance(into, list | tuple) and len(into) == len(value) else [None] * len(value)
+        return type(value)(_copied(v, part) for v, part in zip(value, parts, strict=True))
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool((a == b).all())
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,116 @@
+"""History: the last T points and their gradients, with the few numbers between them that estimators need.
+
+Kept are the gradients (T, d), the points (T, c) at the coordinates that distances are measured on (all of them, or a sample),
+and two T × T matrices: squared distances between points, and inner products of gradients. A new pair costs one pass over
+either; nothing is made anew. What is predicted is always a sum of kept gradients, so that how wrong it was is found from inner
+products alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float64]
+
+
+class History:
+    """Of at most ``capacity`` pairs of d numbers.
+
+    Args:
+        capacity: T.
+        num_coordinates: d.
+        device: where the numbers are.
+        dtype: in which gradients and points are kept.
+        sampled: coordinates (c,) that distances are measured on; None for all.
+    """
+
+    def __init__(
+        self, capacity: int, num_coordinates: int, device: torch.device, dtype: torch.dtype, sampled: Tensor | None = None
+    ) -> None:
+        self.capacity = capacity
+        self.sampled = sampled
+        width = num_coordinates if sampled is None else len(sampled)
+        self.gradients = torch.zeros(capacity, num_coordinates, device=device, dtype=dtype)
+        self.points = torch.zeros(capacity, width, device=device, dtype=dtype)
+        self.squares: Floats = np.zeros((capacity, capacity))
+        """Squared distances between points."""
+        self.products: Floats = np.zeros((capacity, capacity))
+        """Inner products of gradients."""
+        self.sizes: Floats = np.zeros(capacity)
+        """Norms of points."""
+        self.rows: list[int] = []
+        """Rows in use, the oldest first."""
+        self._share = num_coordinates / max(1, width)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def between(self, rows: Sequence[int], others: Sequence[int] | None = None) -> Floats:
+        """Squared distances (n, m) of points of ``rows`` to those of ``others``, or to each other."""
+        return self.squares[np.ix_(rows, rows if others is None else others)]
+
+    def squares_to(self, point: Tensor) -> Floats:
+        """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
+        chosen = point if self.sampled is None else point[self.sampled]
+        if self.points.dtype in (torch.float32, torch.float64):
+            # straight sums of squared differences: by way of inner products, close points would lose all their digits
+            far = torch.cdist(chosen[None].to(self.points.dtype), self.points, compute_mode="donot_use_mm_for_euclid_dist")[0]
+        else:
+            far = torch.stack([(row.float() - chosen.float()).norm() for row in self.points])
+        found: Floats = self._share * far.double().cpu().numpy() ** 2
+        return found
+
+    def combine(self, weights: Floats, rows: Sequence[int], out: Tensor) -> Tensor:
+        """Σ weights[j] · gradient of rows[j], into ``out`` (d,)."""
+        every = np.zeros(self.capacity)
+        every[list(rows)] = weights
+        w = torch.as_tensor(every, device=self.gradients.device, dtype=self.gradients.dtype)
+        return out.copy_(torch.mv(self.gradients.t(), w))
+
+    def take_rows(self, count: int) -> list[int]:
+        """Rows to write to: free ones first, then the oldest, which are forgotten."""
+        free = [i for i in range(self.capacity) if i not in self.rows][:count]
+        oldest, self.rows = self.rows[: count - len(free)], self.rows[count - len(free) :]
+        return free + oldest
+
+    def put(self, row: int, point: Tensor, squares: Floats) -> None:
+        """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
+        self.points[row].copy_(point if self.sampled is None else point[self.sampled])
+        self.squares[row, :] = squares
+        self.squares[:, row] = squares
+        self.squares[row, row] = 0.0
+        self.sizes[row] = float(point.double().norm())
+
+    def close(self, rows: Sequence[int]) -> None:
+        """The gradients of ``rows`` have been written: take them in, as the newest."""
+        self.rows += rows
+        wide = self.gradients if self.gradients.dtype in (torch.float32, torch.float64) else self.gradients.float()
+        found = (wide[list(rows)] @ wide.t()).double().cpu().numpy()
+        self.products[list(rows), :] = found
+        self.products[:, list(rows)] = found.T
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.rows = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        tensors = {"gradients": self.gradients.clone(), "points": self.points.clone()}
+        small = {name: torch.from_numpy(getattr(self, name).copy()) for name in ("squares", "products", "sizes")}
+        return {**tensors, **small, "rows": list(self.rows), "sampled": None if self.sampled is None else self.sampled.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What :meth:`state_dict` gave, of a history of the same sizes."""
+        self.gradients.copy_(state["gradients"])
+        self.points.copy_(state["points"])
+        for name in ("squares", "products", "sizes"):
+            setattr(self, name, state[name].numpy().copy())
+        self.rows = list(state["rows"])
+        if self.sampled is not None:
+            self.sampled.copy_(state["sampled"])

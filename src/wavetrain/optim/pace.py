@@ -1,0 +1,71 @@
+"""Pace: at how many points of the way ahead gradients are asked for, of the N that a round can ask for.
+
+Where predictions hold, at N points; where the way turns out another, at fewer, with several minibatches at each; at one point,
+a round is one step with a batch N times larger. Down when half of a round's steps or less could be taken twice in a row, or
+when losses have stopped falling: then it is noise that holds them up, and a larger batch has less of it. Up after rounds in
+which all steps could be taken, ever more carefully.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+WINDOW: Final = 6
+"""Rounds whose losses are compared with those of as many rounds before."""
+SURE: Final = 0.0
+"""Standard errors by which losses must have fallen for the pace to be kept."""
+LONGEST_PAUSE: Final = 48
+
+
+class Pace:
+    """Of rounds with up to ``limit`` points."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_points = limit
+        self._good = 0
+        self._bad = 0
+        self._pause = 2
+        self._losses: list[list[float]] = []
+
+    def hear(self, accepted: int, losses: Sequence[float]) -> None:
+        """Learn from a round: how many steps could be taken, and the N losses."""
+        now = self.num_points
+        if now > 1 and 2 * accepted <= now:
+            self._good, self._bad = 0, self._bad + 1
+        else:
+            self._bad = 0
+            self._good += accepted == now
+        if self._bad >= 2:
+            self._down()
+        elif now < self.limit and self._good >= self._pause:
+            self.num_points, self._good = min(self.limit, 2 * now), 0
+        self._losses = [*self._losses[-2 * WINDOW + 1 :], [float(loss) for loss in losses]]
+        if self.num_points > 1 and len(self._losses) == 2 * WINDOW and self._stalled():
+            self._down()
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._losses = []
+
+    def _down(self) -> None:
+        self.num_points = max(1, self.num_points // 2)
+        self._good = self._bad = 0
+        if self.num_points == 1:
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+
+    def _stalled(self) -> bool:
+        before, after = np.concatenate(self._losses[:WINDOW]), np.concatenate(self._losses[WINDOW:])
+        spread = np.sqrt(before.var() / len(before) + after.var() / len(after))
+        return bool(after.mean() > before.mean() - SURE * spread)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"num_points": self.num_points, "counts": [self._good, self._bad, self._pause], "losses": self._losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What :meth:`state_dict` gave."""
+        self.num_points = state["num_points"]
+        self._good, self._bad, self._pause = state["counts"]
+        self._losses = [list(one) for one in state["losses"]]

@@ -1,0 +1,85 @@
+"""Rounds: what OptEx did, for metrics and plots."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+KEPT: Final = 10_000
+"""Rounds that are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One call of ``step``."""
+
+    number: int
+    """From 1 on."""
+    losses: tuple[float, ...]
+    """Of its minibatches, in order, each at the point where it was evaluated."""
+    estimator: str
+    """What predicted gradients; of a Gaussian process, as it was tuned."""
+    num_points: int
+    """Different points at which gradients were asked for."""
+    num_accepted: int
+    """Steps that were taken."""
+    cosines: tuple[float, ...]
+    """Of predicted and true gradients, at every point from which a step was proposed."""
+    relative_errors: tuple[float, ...]
+    """|predicted − true| / |true|, at the same points."""
+    drifts: tuple[float, ...]
+    """How far from the nearest evaluated point each step but the first began, as a share of the way from the round's start."""
+    estimate_seconds: float
+    """Of predicting, and of all work with the history."""
+    evaluate_seconds: float
+    """Of true losses and gradients."""
+    step_seconds: float
+    """Of the inner optimizer's steps, and of setting its state aside."""
+
+    @property
+    def loss(self) -> float:
+        """Mean of all minibatches."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def estimate_share(self) -> float:
+        """Of the round's time, the part for estimation."""
+        whole = self.estimate_seconds + self.evaluate_seconds + self.step_seconds
+        return self.estimate_seconds / whole if whole > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class Rounds:
+    """The latest rounds, the oldest first."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[Round] = deque(maxlen=KEPT)
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def __getitem__(self, index: int) -> Round:
+        return self._rounds[index]
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self._rounds)
+
+    @property
+    def last(self) -> Round:
+        """The newest."""
+        return self._rounds[-1]
+
+    def add(self, one: Round) -> None:
+        """Remember a round."""
+        self._rounds.append(one)
+
+    def save(self, path: str | Path) -> None:
+        """As JSON lines, a round each."""
+        Path(path).write_text("".join(json.dumps(one.to_dict()) + "\n" for one in self._rounds), encoding="utf-8")

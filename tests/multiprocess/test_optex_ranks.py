@@ -1,0 +1,64 @@
+"""OptEx over ranks: one minibatch a rank, and the same numbers as one process that evaluates them all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.optim.problems import Task, flat, network
+from wavetrain.errors import InputError, RankFailedError
+from wavetrain.optim import OptEx
+from wavetrain.runtime.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+ROUNDS = 6
+
+
+def over_ranks(dropout: float) -> list[float]:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = network(dropout=dropout)
+    torch.manual_seed(rank)  # random numbers of a round are rank 0's
+    task, opt = Task(model), OptEx(torch.optim.Adam(model.parameters(), lr=0.01), process_group=dist.group.WORLD)
+    assert opt.parallel == world
+    for r in range(ROUNDS):
+        opt.step(lambda r=r: task.loss(world * r + rank))
+    return [float(v) for v in flat(model)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_ranks_give_the_numbers_of_one_process(dropout: float) -> None:
+    found = launch(over_ranks, ranks=2, args=(dropout,))
+    model = network(dropout=dropout)
+    torch.manual_seed(0)
+    task, opt = Task(model), OptEx(torch.optim.Adam(model.parameters(), lr=0.01), parallel=2)
+    for r in range(ROUNDS):
+        opt.step(lambda i, r=r: task.loss(2 * r + i))
+    assert found == [float(v) for v in flat(model)]
+
+
+def unlike() -> None:
+    dist.init_process_group("gloo")
+    model = network(dist.get_rank())
+    opt = OptEx(torch.optim.SGD(model.parameters(), lr=0.1), process_group=dist.group.WORLD)
+    opt.step(lambda i: Task(model).loss(i))
+
+
+def test_ranks_that_differ_are_told() -> None:
+    with pytest.raises(RankFailedError, match="rank 1 differ from rank 0"):
+        launch(unlike, ranks=2)
+
+
+def miscounted() -> str:
+    dist.init_process_group("gloo")
+    try:
+        OptEx(torch.optim.SGD(network().parameters(), lr=0.1), parallel=3, process_group=dist.group.WORLD)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_says_how_many() -> None:
+    assert "parallel is 3, but the process group has 2 ranks" in launch(miscounted, ranks=2)

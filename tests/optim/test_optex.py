@@ -1,0 +1,319 @@
+"""OptEx as its users see it: a torch optimizer, whichever one it wraps."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import wavetrain as wt
+from tests.optim.problems import OPTIMIZERS, Task, flat, network
+from wavetrain.errors import CheckpointError, DivergedError, InputError, UnknownNameError
+from wavetrain.optim import OptEx
+
+
+def trained(rounds: int, make: Callable[[Any], Optimizer], *, parallel: int = 3, **options: Any) -> tuple[nn.Sequential, OptEx]:
+    model = network()
+    task, opt = Task(model), OptEx(make(list(model.parameters())), parallel=parallel, **options)
+    for r in range(rounds):
+        opt.step(lambda i, r=r: task.loss(parallel * r + i))
+    return model, opt
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_with_one_minibatch_a_round_it_is_the_inner_optimizer(name: str) -> None:
+    model = network()
+    task, base = Task(model), OPTIMIZERS[name](list(model.parameters()))
+    for r in range(6):
+        model.zero_grad()
+        torch.autograd.backward(task.loss(r))
+        base.step()
+    other, _ = trained(6, OPTIMIZERS[name], parallel=1)
+    assert torch.equal(flat(model), flat(other))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", ["auto", "paper"])
+def test_a_round_takes_losses_down_with_any_optimizer(name: str, mode: str) -> None:
+    model = network()
+    task = Task(model)
+    before = float(task.loss(10_000).detach())
+    model, opt = trained(25, OPTIMIZERS[name], mode=mode)
+    after = float(Task(model).loss(10_000).detach())
+    assert after < before
+    assert len(opt.stats) == 25
+    assert all(1 <= one.num_accepted <= one.num_points <= 3 and len(one.losses) == 3 for one in opt.stats)
+    assert all(p.grad is None for group in opt.param_groups for p in group["params"])
+
+
+def test_without_noise_a_round_is_almost_n_true_steps() -> None:
+    def run(parallel: int, *, true: bool) -> Tensor:
+        x = nn.Parameter(torch.linspace(-2, 3, 200))
+        base = torch.optim.Adam([x], lr=0.02)
+        scale = torch.linspace(0.5, 3, 200)
+        if true:
+            for _ in range(12 * parallel):
+                base.zero_grad()
+                torch.autograd.backward((scale * x**2).mean())
+                base.step()
+        else:
+            opt = OptEx(base, parallel=parallel)
+            for _ in range(12 + 1):  # nothing is known in the first round: it takes one step
+                opt.step(lambda i: (scale * x**2).mean())
+            assert all(one.num_accepted == parallel for one in list(opt.stats)[1:])
+            assert opt.stats.last.cosines[0] > 0.99
+        return x.detach()
+
+    assert torch.allclose(run(5, true=True), run(5, true=False), atol=0.06)
+
+
+def test_noise_turns_a_round_into_a_large_batch() -> None:
+    torch.manual_seed(0)
+    x = nn.Parameter(torch.zeros(50))
+    opt = OptEx(torch.optim.SGD([x], lr=0.3), parallel=4)
+    for _ in range(60):  # nothing but noise
+        opt.step(lambda i: 0.5 * (x**2).sum() + 3 * (torch.randn(50) * x).sum())
+    assert sum(one.num_points for one in list(opt.stats)[-20:]) < 3 * 20
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_stopped_and_resumed_it_is_the_same_to_the_bit(name: str, stop: int) -> None:
+    whole, _ = trained(9, OPTIMIZERS[name])
+    model, opt = trained(stop, OPTIMIZERS[name])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "rng": torch.get_rng_state()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = network(5)
+    again.load_state_dict(saved["model"])
+    other = OptEx(OPTIMIZERS[name](list(again.parameters())), parallel=3)
+    other.load_state_dict(saved["opt"])
+    torch.set_rng_state(saved["rng"])
+    task = Task(again)
+    for r in range(stop, 9):
+        other.step(lambda i, r=r: task.loss(3 * r + i))
+    assert torch.equal(flat(whole), flat(again))
+
+
+def test_a_state_without_history_is_small_and_loads() -> None:
+    _, opt = trained(3, OPTIMIZERS["adam"])
+    state = opt.state_dict(history=False)
+    assert "history" not in state["optex"]
+    model = network()
+    task, other = Task(model), OptEx(torch.optim.Adam(model.parameters(), lr=0.01), parallel=3)
+    other.load_state_dict(state)
+    assert math.isfinite(other.step(task.loss))
+    assert other.stats.last.number == 4
+    OptEx(torch.optim.Adam(network().parameters()), parallel=3).load_state_dict(
+        torch.optim.Adam(network().parameters()).state_dict()
+    )
+    with pytest.raises(CheckpointError, match="use the same parameters, parallel and history"):
+        OptEx(torch.optim.Adam(network().parameters()), parallel=3, history=7).load_state_dict(opt.state_dict())
+
+
+def test_schedulers_groups_and_hooks_work_as_ever() -> None:
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.01}]
+    base = torch.optim.SGD(groups, lr=1.0)
+    opt = OptEx(base, parallel=2)
+    assert isinstance(opt, Optimizer)
+    assert opt.param_groups is base.param_groups
+    called = []
+    opt.register_step_post_hook(lambda *_: called.append("after"))
+    task, scheduler = Task(model), CosineAnnealingLR(opt, 10)
+    rates = []
+    for r in range(5):
+        opt.step(lambda i, r=r: task.loss(2 * r + i))
+        scheduler.step()
+        rates.append([group["lr"] for group in opt.param_groups])
+    assert all(a[0] > b[0] and a[1] > b[1] for a, b in pairwise(rates))
+    assert rates[-1][0] == pytest.approx(10 * rates[-1][1])
+    assert len(called) == 5
+    opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": 0.5})
+    assert len(base.param_groups) == 3
+    opt.step(task.loss)
+    opt.zero_grad()
+
+
+def test_unused_and_frozen_parameters_stay_as_they_are() -> None:
+    model, unused = network(), nn.Parameter(torch.ones(4))
+    opt = OptEx(torch.optim.AdamW([*model.parameters(), unused], lr=0.01, weight_decay=0.5), parallel=3)
+    task = Task(model)
+    for r in range(4):
+        opt.step(lambda i, r=r: task.loss(3 * r + i))
+    assert torch.equal(unused.detach(), torch.ones(4)), "no gradient, no decay: as torch does"
+    first, *_, last = model.parameters()
+    first.requires_grad_(False)
+    before, moved = first.detach().clone(), last.detach().clone()
+    opt.step(task.loss)
+    assert torch.equal(before, first)
+    assert not torch.equal(moved, last)
+
+
+def test_dropout_and_running_statistics() -> None:
+    def run() -> nn.Sequential:
+        model = network(dropout=0.5, norm=True)
+        task, opt = Task(model), OptEx(torch.optim.Adam(model.parameters(), lr=0.01), parallel=3)
+        for r in range(3):
+            opt.step(lambda i, r=r: task.loss(3 * r + i))
+        return model
+
+    a, b = run(), run()
+    assert torch.equal(flat(a), flat(b))
+    assert int(dict(a.named_buffers())["1.num_batches_tracked"]) == 9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"distance_coordinates": 20}, {"history_dtype": torch.bfloat16}, {"kernel": "rbf"}, {"kernel": "matern12", "history": 6}],
+    ids=str,
+)
+def test_what_is_kept_may_be_less(options: dict[str, Any]) -> None:
+    model = network()
+    before = float(Task(model).loss(10_000).detach())
+    model, opt = trained(20, OPTIMIZERS["adam"], **options)
+    assert float(Task(model).loss(10_000).detach()) < 0.5 * before
+    assert opt.stats.last.estimator
+
+
+@pytest.mark.parametrize("select", ["last", "loss", "gradient"])
+def test_paper_mode_goes_on_from_what_was_selected(select: str) -> None:
+    _, opt = trained(8, OPTIMIZERS["adam"], mode="paper", select=select)
+    for one in opt.stats:
+        chosen = one.num_accepted - 1
+        assert chosen == (2 if select == "last" else chosen)
+        if select == "loss":
+            assert one.losses[chosen] == min(one.losses)
+
+
+def test_gradients_are_clipped() -> None:
+    model = network()
+    before = flat(model)
+    opt = OptEx(torch.optim.SGD(model.parameters(), lr=1.0), parallel=2, clip_norm=1e-3)
+    task = Task(model)
+    for r in range(3):
+        opt.step(lambda i, r=r: task.loss(2 * r + i))
+    steps = sum(one.num_accepted for one in opt.stats)
+    assert 0 < float((flat(model) - before).norm()) <= 1e-3 * steps * 1.001
+
+
+def test_a_closure_may_do_the_backward_pass_itself() -> None:
+    def run(*, own: bool) -> Tensor:
+        model = network()
+        task, opt = Task(model), OptEx(torch.optim.Adam(model.parameters(), lr=0.01), parallel=2)
+        for r in range(3):
+
+            def closure(i: int, r: int = r) -> Tensor:
+                loss = task.loss(2 * r + i)
+                if own:
+                    opt.zero_grad()
+                    torch.autograd.backward(loss)
+                return loss
+
+            opt.step(closure)
+        return flat(model)
+
+    assert torch.equal(run(own=True), run(own=False))
+
+
+def test_a_closure_without_an_index() -> None:
+    model = network()
+    task, opt = Task(model), OptEx(torch.optim.SGD(model.parameters(), lr=0.05), parallel=2)
+    assert opt.step(lambda: task.loss(0)) > opt.step(lambda: task.loss(0))
+
+
+def test_half_precision_scaling() -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    opt = OptEx(torch.optim.SGD(model.parameters(), lr=0.05), parallel=2, grad_scaler=scaler)
+    task = Task(model)
+    plain, _ = trained(1, OPTIMIZERS["sgd"], parallel=2)
+    opt.step(task.loss)
+    assert torch.allclose(flat(model), flat(plain), atol=1e-6)
+    opt.step(task.loss)
+    assert scaler.get_scale() == 2.0**11
+    with pytest.raises(DivergedError):
+        opt.step(lambda i: task.loss(i) * math.inf)
+    assert scaler.get_scale() == 2.0**10
+
+
+def test_a_loss_that_is_no_number_rolls_the_round_back() -> None:
+    model, opt = trained(4, OPTIMIZERS["adam"])
+    task = Task(model)
+    before, state = flat(model), copy.deepcopy(opt.base.state_dict())
+    with pytest.raises(DivergedError, match=r"round 5.*as they were before"):
+        opt.step(lambda i: task.loss(i) * math.nan)
+    assert torch.equal(before, flat(model))
+    for one, other in zip(state["state"].values(), opt.base.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(one[k], other[k]) for k in one)
+    opt.step(lambda i: task.loss(i) * (math.nan if i == 2 else 1.0))
+    assert opt.stats.last.num_accepted <= 2
+    assert bool(torch.isfinite(flat(model)).all())
+    assert math.isfinite(opt.step(task.loss))
+
+
+def test_errors_say_what_to_do() -> None:
+    model = network()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"parallel is 0; expected a whole number, 1 or more"):
+        OptEx(base, parallel=0)
+    with pytest.raises(InputError, match=r"history is 1; expected a whole number, 2 or more"):
+        OptEx(base, history=1)
+    with pytest.raises(UnknownNameError, match="matern52"):
+        OptEx(base, kernel="matern5")
+    with pytest.raises(UnknownNameError, match="did you mean 'paper'"):
+        OptEx(base, mode="papers")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="got Sequential"):
+        OptEx(model)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="LBFGS"):
+        OptEx(torch.optim.LBFGS(model.parameters()))
+    opt = OptEx(base, parallel=2)
+    task = Task(model)
+    with pytest.raises(InputError, match=r"opt.step\(lambda i"):
+        opt.step()
+    with pytest.raises(InputError, match="got Tensor"):
+        opt.step(task.loss(0))  # type: ignore[call-overload]
+    with pytest.raises(InputError, match="needs 2 arguments"):
+        opt.step(lambda i, j: task.loss(i))
+    with pytest.raises(InputError, match=r"returned a tensor of shape \(3,\)"):
+        opt.step(lambda i: model(task.batch(i)[0]).mean(0))
+    with pytest.raises(InputError, match="does not depend on them"):
+        opt.step(lambda i: torch.zeros(()))
+
+    def changes(i: int) -> Tensor:
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+        return task.loss(i)
+
+    with pytest.raises(InputError, match="changed the parameters"):
+        opt.step(changes)
+    with pytest.raises(InputError, match="no parameter that requires a gradient"):
+        OptEx(torch.optim.SGD(network().requires_grad_(False).parameters(), lr=0.1))
+    sparse = nn.Embedding(5, 3, sparse=True)
+    with pytest.raises(InputError, match=r"parameter 0, of shape .5, 3., is sparse"):
+        OptEx(torch.optim.SGD(sparse.parameters(), lr=0.1)).step(lambda i: sparse(torch.tensor([i])).sum())
+
+
+def test_statistics_are_kept_and_saved(tmp_path: Any) -> None:
+    _, opt = trained(5, OPTIMIZERS["adam"])
+    last = opt.stats.last
+    assert last.number == 5
+    assert len(last.cosines) == len(last.relative_errors) == last.num_points - 1
+    assert 0 < last.estimate_share < 1
+    assert last.loss == pytest.approx(sum(last.losses) / 3)
+    opt.stats.save(tmp_path / "rounds.jsonl")
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 5
+
+
+def test_it_is_a_public_name() -> None:
+    assert wt.OptEx is OptEx
