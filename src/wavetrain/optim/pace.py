@@ -58,7 +58,7 @@ class Pace:
     def _stalled(self) -> bool:
         before, after = np.concatenate(self._losses[:WINDOW]), np.concatenate(self._losses[WINDOW:])
         spread = np.sqrt(before.var() / len(before) + after.var() / len(after))
-        return bool(after.mean() > before.mean() - SURE * spread)
+        return bool(after.mean() >= before.mean() - SURE * spread)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
