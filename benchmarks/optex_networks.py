@@ -1,0 +1,158 @@
+"""OptEx on networks: the loss after equal rounds of four gradients, beside what else they can be spent on.
+
+MNIST (8,000 images of ``WAVETRAIN_DATA``, a residual network of 84,000 parameters), Adam and SGD, minibatches of 128 and 1,024.
+Every method at the best rate of the same grid. Without the data, images are made up.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from benchmarks.optimizers import METHODS, Problem, rounds
+from benchmarks.report import Report, Row, main, percent
+from torch import Tensor, nn
+
+DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+PARALLEL = 4
+ROUNDS = 60
+SEEDS = 5
+RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2), "SGD": (0.01, 0.03, 0.1, 0.2)}
+BATCHES = (128, 1024)
+MUCH_BETTER = 0.85
+"""Of the large batch's loss, where the batch is already large."""
+
+
+@lru_cache(maxsize=1)
+def images() -> tuple[Tensor, Tensor]:
+    """Images (n, 784) and their digits (n,)."""
+    folder = DATA / "mnist"
+    if not folder.exists():
+        make = torch.Generator().manual_seed(0)
+        digits = torch.randint(10, (2000,), generator=make)
+        shapes = torch.randn(10, 784, generator=make)
+        return shapes[digits] + 2 * torch.randn(2000, 784, generator=make), digits
+    with gzip.open(next(folder.glob("*images*"))) as file:
+        pixels = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)[:8000]
+    with gzip.open(next(folder.glob("*labels*"))) as file:
+        labels = np.frombuffer(file.read(), np.uint8, offset=8)[:8000]
+    return (torch.tensor(pixels).float() / 255 - 0.1307) / 0.3081, torch.tensor(labels).long()
+
+
+class Residual(nn.Module):
+    """x + two layers of x."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same."""
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """One."""
+
+    optimizer: str
+    method: str
+    rate: float
+    batch: int
+    seed: int = 0
+    num_rounds: int = ROUNDS
+
+
+def measure(run: Run) -> float:
+    """The loss over all images after the last round."""
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    model = nn.Sequential(nn.Linear(784, 64), *(Residual(64) for _ in range(3)), nn.Linear(64, 10))
+    x, y = images()
+    make = torch.Generator().manual_seed(100 + run.seed)
+    chosen: list[Tensor] = []
+
+    def loss(i: int) -> Tensor:
+        return nn.functional.cross_entropy(model(x[chosen[i]]), y[chosen[i]])
+
+    kind = torch.optim.Adam if run.optimizer == "Adam" else torch.optim.SGD
+    base = kind(model.parameters(), lr=run.rate)
+    go = rounds(run.method, Problem(list(model.parameters()), loss), base, PARALLEL)
+    for _ in range(run.num_rounds):
+        chosen[:] = [torch.randint(len(x), (run.batch,), generator=make) for _ in range(PARALLEL)]
+        go()
+    with torch.no_grad():
+        found = float(nn.functional.cross_entropy(model(x), y))
+    return found if math.isfinite(found) else math.inf
+
+
+def run(quick: bool) -> Report:
+    """Losses of networks."""
+    rows: list[Row] = []
+    with ProcessPoolExecutor(2) as pool:
+        for optimizer in ("Adam",) if quick else ("Adam", "SGD"):
+            for batch in (32,) if quick else BATCHES:
+                rows.append(_case(pool, optimizer, batch, quick))
+    return Report(
+        name="optex_networks",
+        claim=f"The training loss after {ROUNDS} rounds of four minibatches, each method at its best rate, {SEEDS} seeds.",
+        rows=tuple(rows),
+        notes=(
+            "MNIST's 10,000 test images, 8,000 of them, residual network of 84,000 parameters."
+            if (DATA / "mnist").exists()
+            else "Made-up images: set WAVETRAIN_DATA to a folder that has mnist/.",
+            "Every minibatch is drawn anew; all methods see the same ones. Vanilla uses the first of every round. Rates are chosen "
+            "by the mean of two seeds.",
+            "N true steps are the limit where noise is small.",
+        ),
+    )
+
+
+def _case(pool: ProcessPoolExecutor, optimizer: str, batch: int, quick: bool) -> Row:
+    rates, count = RATES[optimizer][1:3] if quick else RATES[optimizer], 4 if quick else ROUNDS
+    tried = [(m, r, s) for m in METHODS for r in rates for s in range(1 if quick else 2)]
+    runs = [Run(optimizer, m, r, batch, s, count) for m, r, s in tried]
+    first = dict(zip(tried, pool.map(measure, runs), strict=True))
+    best = {
+        m: min(rates, key=lambda r: statistics.fmean(v for (n, q, _), v in first.items() if (n, q) == (m, r))) for m in METHODS
+    }
+    rest = [(m, s) for m in METHODS for s in range(2, 1 if quick else SEEDS)]
+    more = dict(zip(rest, pool.map(measure, [Run(optimizer, m, best[m], batch, s, count) for m, s in rest]), strict=True))
+    values = {
+        m: [v for (n, r, _), v in first.items() if (n, r) == (m, best[m])] + [v for (n, _), v in more.items() if n == m]
+        for m in METHODS
+    }
+    mean = {m: statistics.fmean(values[m]) for m in METHODS}
+    share = mean["ours"] / mean["large batch"]
+    least = MUCH_BETTER if batch >= BATCHES[-1] else 1.0
+
+    def show(m: str) -> str:
+        spread = statistics.stdev(values[m]) if len(values[m]) > 1 else 0.0
+        return f"{mean[m]:.4f} ± {spread:.4f} at {best[m]:g}"
+
+    return Row(
+        case=f"MNIST, {optimizer}, minibatches of {batch}",
+        target=f"≤ {least:g} of the large batch's",
+        measured=f"{show('ours')}: {share:.2f} of it ("
+        + ", ".join(f"{m} {show(m)}" for m in METHODS if m not in ("ours", "target"))
+        + ")",
+        limit=f"N true steps {show('target')}",
+        distance=percent(mean["ours"] / mean["target"] - 1, 0) + " above",
+        passed=None if quick else share <= least,
+    )
+
+
+if __name__ == "__main__":
+    main(run)
