@@ -113,8 +113,8 @@ def run(quick: bool) -> Report:
             "MNIST's 10,000 test images, 8,000 of them, residual network of 84,000 parameters."
             if (DATA / "mnist").exists()
             else "Made-up images: set WAVETRAIN_DATA to a folder that has mnist/.",
-            "Every minibatch is drawn anew; all methods see the same ones. Vanilla uses the first of every round. Rates are chosen "
-            "by the mean of two seeds.",
+            "Every minibatch is drawn anew; all methods see the same ones. Vanilla uses the first of every round. Rates are "
+            "chosen by the mean of two seeds.",
             "N true steps are the limit where noise is small.",
         ),
     )

@@ -29,7 +29,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
 CAPABILITIES = {
     *("schedules.md", "proof.md", "simulation.md", "optimizer.md", "view.md"),
-    *("training.md", "rehearsal.md", "checkpoints.md", "failures.md", "planning.md"),
+    *("training.md", "rehearsal.md", "checkpoints.md", "failures.md", "planning.md", "optex.md"),
 }
 
 

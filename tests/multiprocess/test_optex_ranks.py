@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,3 +67,16 @@ def miscounted() -> str:
 
 def test_a_group_says_how_many() -> None:
     assert "parallel is 3, but the process group has 2 ranks" in launch(miscounted, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "way", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")], ids=["alone", "ranks"]
+)
+def test_the_example_learns(way: tuple[str, ...], tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "optex.py"
+    done = subprocess.run(
+        [sys.executable, *way, str(example), "20"], capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout))
+    assert last < first < 5.6
