@@ -175,7 +175,13 @@ def test_dropout_and_running_statistics() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"distance_coordinates": 20}, {"history_dtype": torch.bfloat16}, {"kernel": "rbf"}, {"kernel": "matern12", "history": 6}],
+    [
+        {"distance_coordinates": 20},
+        {"distance_coordinates": None},
+        {"history_dtype": torch.bfloat16},
+        {"kernel": "rbf"},
+        {"kernel": "matern12", "history": 6},
+    ],
     ids=str,
 )
 def test_what_is_kept_may_be_less(options: dict[str, Any]) -> None:

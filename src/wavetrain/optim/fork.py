@@ -45,6 +45,18 @@ class Fork:
                 if not _same(group.get(k), v):
                     group[k] = _copied(v, None)
 
+    def held_bytes(self) -> int:
+        """Bytes of what is set aside."""
+        return sum(map(_bytes, self._state.values()))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+
 
 def _copied(value: Any, into: Any) -> Any:
     """A copy that shares nothing with ``value``; tensors go into those of ``into`` where they fit."""

@@ -71,6 +71,8 @@ class History:
         every = np.zeros(self.capacity)
         every[list(rows)] = weights
         w = torch.as_tensor(every, device=self.gradients.device, dtype=self.gradients.dtype)
+        if out.dtype == self.gradients.dtype:
+            return torch.addmv(out, self.gradients.t(), w, beta=0, out=out)  # one pass over what is kept, nothing made anew
         return out.copy_(torch.mv(self.gradients.t(), w))
 
     def take_rows(self, count: int) -> list[int]:
@@ -85,7 +87,7 @@ class History:
         self.squares[row, :] = squares
         self.squares[:, row] = squares
         self.squares[row, row] = 0.0
-        self.sizes[row] = float(point.double().norm())
+        self.sizes[row] = float(torch.linalg.vector_norm(point))
 
     def close(self, rows: Sequence[int]) -> None:
         """The gradients of ``rows`` have been written: take them in, as the newest."""

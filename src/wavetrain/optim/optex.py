@@ -68,7 +68,8 @@ class OptEx(Optimizer):
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
         process_group: every rank of it evaluates one minibatch of a round; all must start from the same weights.
-        distance_coordinates: measure distances on so many coordinates, drawn at random, instead of all: half the memory.
+        distance_coordinates: measure distances on so many coordinates, drawn at random, where there are more; None for all of
+            them, at twice the memory.
         history_dtype: of what is kept, such as ``torch.bfloat16``; default: that of the parameters.
         clip_norm: gradients that ``base`` steps with are scaled down to this norm.
         grad_scaler: of fp16 training: scales losses, and is told of gradients that are no numbers.
@@ -88,7 +89,7 @@ class OptEx(Optimizer):
         kernel: str = "matern52",
         select: str = "last",
         process_group: dist.ProcessGroup | None = None,
-        distance_coordinates: int | None = None,
+        distance_coordinates: int | None = 65_536,
         history_dtype: torch.dtype | None = None,
         clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -189,6 +190,13 @@ class OptEx(Optimizer):
         self._round += 1
         self.stats.add(found)
         return found.loss
+
+    def held_bytes(self) -> int:
+        """Bytes kept between rounds, beside the parameters and the inner optimizer's own state."""
+        tensors = [self._history.gradients, self._history.points, self._start, self._work]
+        if self._proposed is not None:
+            tensors.append(self._proposed)
+        return sum(t.numel() * t.element_size() for t in tensors) + self._fork.held_bytes()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer does; not needed: gradients are gone after every round."""
