@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.optim.problems import Task, flat, network
-from wavetrain.errors import InputError, RankFailedError
+from wavetrain.errors import InputError, RankFailedError, RuntimeFailure
 from wavetrain.optim import OptEx
 from wavetrain.runtime.launch import launch
 
@@ -54,6 +54,50 @@ def unlike() -> None:
 def test_ranks_that_differ_are_told() -> None:
     with pytest.raises(RankFailedError, match="rank 1 differ from rank 0"):
         launch(unlike, ranks=2)
+
+
+def own_heads() -> list[float]:
+    dist.init_process_group("gloo")
+    heads = [network(s) for s in (1, 2)]
+    opt = OptEx(torch.optim.AdamW([p for h in heads for p in h.parameters()], lr=0.01), process_group=dist.group.WORLD)
+    for r in range(4):
+        opt.step(lambda i, r=r: Task(heads[i]).loss(2 * r + i))
+    return [float(v) for h in heads for v in flat(h)]
+
+
+def test_ranks_whose_minibatches_use_other_parameters() -> None:
+    found = launch(own_heads, ranks=2)
+    heads = [network(s) for s in (1, 2)]
+    opt = OptEx(torch.optim.AdamW([p for h in heads for p in h.parameters()], lr=0.01), parallel=2)
+    for r in range(4):
+        opt.step(lambda i, r=r: Task(heads[i]).loss(2 * r + i))
+    assert found == [float(v) for h in heads for v in flat(h)]
+
+
+def one_fails() -> list[str]:
+    dist.init_process_group("gloo")
+    model = network()
+    task, opt = Task(model), OptEx(torch.optim.SGD(model.parameters(), lr=0.1), process_group=dist.group.WORLD)
+    told: list[str] = []
+
+    def closure(i: int) -> torch.Tensor:
+        if i == 1 and not told:
+            raise ValueError("no such image")
+        return task.loss(i)
+
+    for _ in range(2):
+        try:
+            opt.step(closure)
+            told.append("done")
+        except (ValueError, RuntimeFailure) as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_rank_whose_closure_fails_holds_up_no_one() -> None:
+    first, second = launch(one_fails, ranks=2)
+    assert "failed on rank 1" in first
+    assert second == "done"
 
 
 def miscounted() -> str:

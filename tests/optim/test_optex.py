@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_a_state_without_history_is_small_and_loads() -> None:
     OptEx(torch.optim.Adam(network().parameters()), parallel=3).load_state_dict(
         torch.optim.Adam(network().parameters()).state_dict()
     )
-    with pytest.raises(CheckpointError, match="use the same parameters, parallel and history"):
+    with pytest.raises(CheckpointError, match="use the same parameters, mode, parallel, history"):
         OptEx(torch.optim.Adam(network().parameters()), parallel=3, history=7).load_state_dict(opt.state_dict())
 
 
@@ -248,9 +249,26 @@ def test_half_precision_scaling() -> None:
     assert torch.allclose(flat(model), flat(plain), atol=1e-6)
     opt.step(task.loss)
     assert scaler.get_scale() == 2.0**11
+    before = flat(model)
+    opt.step(lambda i: task.loss(i) + _huge(model))
+    assert opt.stats.last.num_accepted == 0, "an overflow: the round is left out, as GradScaler does"
+    assert torch.equal(before, flat(model))
+    assert scaler.get_scale() == 2.0**10
     with pytest.raises(DivergedError):
         opt.step(lambda i: task.loss(i) * math.inf)
-    assert scaler.get_scale() == 2.0**10
+    with pytest.raises(InputError, match=r"without loss.backward"):
+        opt.step(lambda i: _backward(task.loss(i)))
+
+
+def _backward(loss: Tensor) -> Tensor:
+    torch.autograd.backward(loss)
+    return loss
+
+
+def _huge(model: nn.Module) -> Tensor:
+    """A small number whose gradient, scaled, is none."""
+    first = next(model.parameters())
+    return 1e36 * (first - first.detach()).sum()
 
 
 def test_a_loss_that_is_no_number_rolls_the_round_back() -> None:
@@ -268,21 +286,150 @@ def test_a_loss_that_is_no_number_rolls_the_round_back() -> None:
     assert math.isfinite(opt.step(task.loss))
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_the_closure_raises_rolls_the_round_back(kind: type[BaseException], at: int) -> None:
+    model, opt = trained(5, OPTIMIZERS["adam"])
+    task = Task(model)
+    before, state = flat(model), copy.deepcopy(opt.base.state_dict())
+
+    def closure(i: int) -> Tensor:
+        if i == at:
+            raise kind("oh")
+        return task.loss(i)
+
+    with pytest.raises(kind, match="oh"):
+        opt.step(closure)
+    assert torch.equal(before, flat(model))
+    for one, other in zip(state["state"].values(), opt.base.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(one[k], other[k]) for k in one)
+    assert math.isfinite(opt.step(task.loss))
+    assert opt.stats.last.num_accepted == 3
+
+
+def test_parameters_in_another_order_of_memory() -> None:
+    def run(*, wrapped: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x = torch.randn(4, 3, 6, 6)
+        base = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        opt = OptEx(base, parallel=1) if wrapped else base
+        for _ in range(3):
+            base.zero_grad()
+
+            def closure() -> Tensor:
+                return _backward(model(x).square().mean())
+
+            opt.step(closure)
+        return flat(model)
+
+    assert torch.equal(run(wrapped=True), run(wrapped=False))
+
+
+def test_an_unused_parameter_does_not_change_what_is_resumed() -> None:
+    def make() -> tuple[nn.Sequential, OptEx]:
+        model = network()
+        unused = nn.Parameter(torch.ones(5))
+        return model, OptEx(torch.optim.AdamW([*model.parameters(), unused], lr=0.03, weight_decay=0.1), parallel=3)
+
+    model, opt = make()
+    task = Task(model)
+    for r in range(4):
+        opt.step(lambda i, r=r: task.loss(3 * r + i))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
+    other, resumed = make()
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for one, by in ((model, opt), (other, resumed)):
+        mine = Task(one)
+        for r in range(4, 8):
+            by.step(lambda i, r=r, mine=mine: mine.loss(3 * r + i))
+    assert torch.equal(flat(model), flat(other))
+
+
+def test_states_that_do_not_fit_change_nothing() -> None:
+    _, opt = trained(3, OPTIMIZERS["adam"])
+    for options in (
+        {"parallel": 4},
+        {"parallel": 3, "distance_coordinates": 10},
+        {"parallel": 3, "mode": "paper", "history": 17},
+    ):
+        other = OptEx(torch.optim.Adam(network().parameters(), lr=0.5), **options)
+        with pytest.raises(CheckpointError, match="of another optimizer"):
+            other.load_state_dict(opt.state_dict())
+        assert other.param_groups[0]["lr"] == 0.5
+    state = opt.state_dict()
+    del state["optex"]["pace"]
+    with pytest.raises(CheckpointError, match="lacks pace"):
+        opt.load_state_dict(state)
+
+
+def test_groups_stay_shared_when_the_inner_optimizer_loads_others() -> None:
+    _, opt = trained(2, OPTIMIZERS["adam"])
+    opt.base.load_state_dict(opt.base.state_dict())
+    assert opt.param_groups is opt.base.param_groups
+    assert opt.state is opt.base.state
+    with pytest.raises(InputError, match="one type on one device"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
+    assert len(opt.param_groups) == 1
+
+
+def test_small_rates_with_gradients_kept_in_bfloat16() -> None:
+    _, wide = trained(12, lambda p: torch.optim.Adam(p, lr=1e-4))
+    _, narrow = trained(12, lambda p: torch.optim.Adam(p, lr=1e-4), history_dtype=torch.bfloat16)
+    assert sum(one.num_accepted for one in narrow.stats) == sum(one.num_accepted for one in wide.stats)
+
+
+def test_closures_of_all_kinds() -> None:
+    model = network()
+    task, opt = Task(model), OptEx(torch.optim.SGD(model.parameters(), lr=0.01), parallel=2)
+    seen: list[int] = []
+
+    def loss_of(task: Task, i: int) -> Tensor:
+        seen.append(i)
+        return task.loss(i)
+
+    def default(i: int = 0) -> Tensor:
+        return loss_of(task, i)
+
+    opt.step(partial(loss_of, task=task))
+    opt.step(partial(loss_of, task))
+    opt.step(default)
+    opt.step(task.loss)
+    assert seen == [0, 1] * 3
+
+
+def test_what_is_maximised_does_not_stall() -> None:
+    x = nn.Parameter(torch.linspace(-2, 3, 50))
+    opt = OptEx(torch.optim.SGD([x], lr=0.02, maximize=True), parallel=3)
+    for _ in range(30):
+        opt.step(lambda i: -x.square().sum())
+    assert all(one.num_points == 3 for one in opt.stats)
+
+
 def test_errors_say_what_to_do() -> None:
     model = network()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"parallel is 0; expected a whole number, 1 or more"):
         OptEx(base, parallel=0)
     with pytest.raises(InputError, match=r"history is 1; expected a whole number, 2 or more"):
-        OptEx(base, history=1)
+        OptEx(base, parallel=2, history=1)
     with pytest.raises(UnknownNameError, match="matern52"):
-        OptEx(base, kernel="matern5")
+        OptEx(base, parallel=2, kernel="matern5")
     with pytest.raises(UnknownNameError, match="did you mean 'paper'"):
-        OptEx(base, mode="papers")  # type: ignore[arg-type]
+        OptEx(base, parallel=2, mode="papers")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="got Sequential"):
-        OptEx(model)  # type: ignore[arg-type]
+        OptEx(model, parallel=2)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="LBFGS"):
-        OptEx(torch.optim.LBFGS(model.parameters()))
+        OptEx(torch.optim.LBFGS(model.parameters()), parallel=2)
+    with pytest.raises(InputError, match="give parallel=N"):
+        OptEx(base, process_group=None)  # as dist.group.WORLD is before init_process_group
+    with pytest.raises(InputError, match=r"such as torch.bfloat16"):
+        OptEx(base, parallel=2, history_dtype=torch.int32)
+    with pytest.raises(InputError, match="cannot be copied"):
+        copy.deepcopy(OptEx(base, parallel=2))
+    with pytest.raises(InputError, match="no round has been done yet"):
+        _ = OptEx(base, parallel=2).stats.last
     opt = OptEx(base, parallel=2)
     task = Task(model)
     with pytest.raises(InputError, match=r"opt.step\(lambda i"):
@@ -304,10 +451,10 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(InputError, match="changed the parameters"):
         opt.step(changes)
     with pytest.raises(InputError, match="no parameter that requires a gradient"):
-        OptEx(torch.optim.SGD(network().requires_grad_(False).parameters(), lr=0.1))
+        OptEx(torch.optim.SGD(network().requires_grad_(False).parameters(), lr=0.1), parallel=2)
     sparse = nn.Embedding(5, 3, sparse=True)
     with pytest.raises(InputError, match=r"parameter 0, of shape .5, 3., is sparse"):
-        OptEx(torch.optim.SGD(sparse.parameters(), lr=0.1)).step(lambda i: sparse(torch.tensor([i])).sum())
+        OptEx(torch.optim.SGD(sparse.parameters(), lr=0.1), parallel=2).step(lambda i: sparse(torch.tensor([i])).sum())
 
 
 def test_statistics_are_kept_and_saved(tmp_path: Any) -> None:

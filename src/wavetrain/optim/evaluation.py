@@ -2,7 +2,7 @@
 
 Random numbers of a minibatch (dropout, sampling) depend on the round and its index alone, so that a round gives the same whether
 its minibatches are evaluated one after another or by ranks. Buffers of modules (running statistics of BatchNorm) take part in
-every evaluation, in the order of the minibatches, and are never rolled back; with ranks, each keeps its own.
+every evaluation, point by point, and are never rolled back; with ranks, each keeps its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Evaluated:
     """Which parameters got a gradient."""
 
 
-def takes_index(closure: Closure) -> bool:
-    """Whether a closure takes the index of a minibatch (or nothing).
+def with_index(closure: Closure) -> Callable[[int], Any]:
+    """A closure as a function of the index of a minibatch, whether it takes one or not.
 
     Raises:
         InputError: it is no function, or takes more.
@@ -45,19 +45,26 @@ def takes_index(closure: Closure) -> bool:
     try:
         parameters = list(inspect.signature(closure).parameters.values())
     except (TypeError, ValueError):
-        return True
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p for p in places if p.default is p.empty]
+        return closure
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(needed) > 1:
         raise InputError(
             f"the closure needs {len(needed)} arguments ({', '.join(p.name for p in needed)}); OptEx calls it with the index "
             "of a minibatch, 0 to N − 1, or with nothing"
         )
-    return len(needed) == 1 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    named = needed or [p for p in parameters if p.name in ("i", "index")]
+    if named and named[0].kind is named[0].KEYWORD_ONLY:
+        name = named[0].name
+        return lambda i: closure(**{name: i})
+    if named or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return closure
+    return lambda i: closure()
 
 
-def evaluate(closure: Closure, index: int | None, seed: int, flat: Flat, out: Tensor, scale: float) -> Evaluated:
-    """Run ``closure``, and its backward pass if it did not; the gradient goes into ``out`` (d,), divided by ``scale``.
+def evaluate(closure: Callable[[int], Any], index: int, seed: int, flat: Flat, out: Tensor, scale: float | None) -> Evaluated:
+    """Run ``closure``, and its backward pass if it did not; the gradient goes into ``out`` (d,).
+
+    With ``scale``, the loss is multiplied by it before the backward pass, and the gradient divided by it after.
 
     Raises:
         InputError: it returns no loss, gives no gradient, or changes the parameters.
@@ -67,14 +74,17 @@ def evaluate(closure: Closure, index: int | None, seed: int, flat: Flat, out: Te
     devices = [flat.device] if flat.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(seed)
-        loss = closure() if index is None else closure(index)
+        loss = closure(index)
         if isinstance(loss, int | float):
             loss = torch.tensor(float(loss))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the closure must return the loss of its minibatch, one number; it returned {given}")
-        if loss.requires_grad and all(p.grad is None for p in flat.parameters):
-            torch.autograd.backward(loss * scale if scale != 1 else loss)
+        done = any(p.grad is not None for p in flat.parameters)
+        if done and scale is not None:
+            raise InputError("with grad_scaler, OptEx scales the loss: the closure must return it without loss.backward()")
+        if loss.requires_grad and not done:
+            torch.autograd.backward(loss if scale is None else loss * scale)
     if flat.versions() != before:
         raise InputError(
             "the closure changed the parameters: it must only compute the loss (and its gradient); OptEx does the steps"
@@ -85,11 +95,11 @@ def evaluate(closure: Closure, index: int | None, seed: int, flat: Flat, out: Te
             "no parameter of the optimizer got a gradient: the closure's loss does not depend on them, or was computed "
             "under torch.no_grad()"
         )
-    if scale != 1:
+    if scale is not None:
         out.div_(scale)
     return Evaluated(float(loss.detach()), has)
 
 
 def is_finite(loss: float, gradient: Tensor) -> bool:
     """Whether both are numbers."""
-    return math.isfinite(loss) and bool(torch.isfinite(gradient.sum()))
+    return math.isfinite(loss) and bool(torch.isfinite(gradient).all())

@@ -32,13 +32,15 @@ class Flat:
         self.device, self.dtype = next(iter(kinds))
         if not self.dtype.is_floating_point:
             raise InputError(f"OptEx takes parameters of real numbers; these are {self.dtype}")
+        self._others: list[Tensor] = [p for group in groups for p in group["params"] if not p.requires_grad]
         self.sizes = [p.numel() for p in self.parameters]
         self.num_coordinates = sum(self.sizes)
 
     def same(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether ``groups`` still train exactly these parameters."""
         now = [p for group in groups for p in group["params"] if p.requires_grad]
-        return len(now) == len(self.parameters) and all(a is b for a, b in zip(now, self.parameters, strict=True))
+        same = len(now) == len(self.parameters) and all(a is b for a, b in zip(now, self.parameters, strict=True))
+        return same and all(p.device == self.device and p.dtype == self.dtype for p in now)
 
     def empty(self) -> Tensor:
         """A vector (d,)."""
@@ -69,8 +71,8 @@ class Flat:
         return float(torch.stack(sums).sum()), float(torch.stack(squares).sum())
 
     def forget_gradients(self) -> None:
-        """No parameter has a gradient."""
-        for p in self.parameters:
+        """No parameter has a gradient, nor has a frozen one that was left from before."""
+        for p in (*self.parameters, *self._others):
             p.grad = None
 
     @torch.no_grad()
@@ -95,6 +97,14 @@ class Flat:
         return tuple(has)
 
     def lend_gradients(self, values: Tensor, has: Sequence[bool]) -> None:
-        """Parts of ``values`` (d,) as the parameters' gradients, without a copy; None where ``has`` says no."""
+        """Parts of ``values`` (d,) as the parameters' gradients; None where ``has`` says no.
+
+        Without a copy, but for parameters in another order of memory (channels_last): fused optimizers take both as they lie.
+        """
         for part, p, there in zip(torch.split(values, self.sizes), self.parameters, has, strict=True):
-            p.grad = part.view_as(p) if there else None
+            if not there:
+                p.grad = None
+            elif p.is_contiguous():
+                p.grad = part.view_as(p)
+            else:
+                p.grad = torch.empty_like(p).copy_(part.view(p.shape))

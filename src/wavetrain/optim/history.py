@@ -9,7 +9,7 @@ products alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float64]
+WIDE: Final = (torch.float32, torch.float64)
 
 
 class History:
@@ -26,17 +27,24 @@ class History:
         capacity: T.
         num_coordinates: d.
         device: where the numbers are.
-        dtype: in which gradients and points are kept.
+        dtype: of points.
+        gradient_dtype: in which gradients are kept.
         sampled: coordinates (c,) that distances are measured on; None for all.
     """
 
     def __init__(
-        self, capacity: int, num_coordinates: int, device: torch.device, dtype: torch.dtype, sampled: Tensor | None = None
+        self,
+        capacity: int,
+        num_coordinates: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        sampled: Tensor | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.capacity = capacity
         self.sampled = sampled
         width = num_coordinates if sampled is None else len(sampled)
-        self.gradients = torch.zeros(capacity, num_coordinates, device=device, dtype=dtype)
+        self.gradients = torch.zeros(capacity, num_coordinates, device=device, dtype=gradient_dtype or dtype)
         self.points = torch.zeros(capacity, width, device=device, dtype=dtype)
         self.squares: Floats = np.zeros((capacity, capacity))
         """Squared distances between points."""
@@ -58,7 +66,7 @@ class History:
     def squares_to(self, point: Tensor) -> Floats:
         """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
         chosen = point if self.sampled is None else point[self.sampled]
-        if self.points.dtype in (torch.float32, torch.float64):
+        if self.points.dtype in WIDE:
             # straight sums of squared differences: by way of inner products, close points would lose all their digits
             far = torch.cdist(chosen[None].to(self.points.dtype), self.points, compute_mode="donot_use_mm_for_euclid_dist")[0]
         else:
@@ -70,10 +78,13 @@ class History:
         """Σ weights[j] · gradient of rows[j], into ``out`` (d,)."""
         every = np.zeros(self.capacity)
         every[list(rows)] = weights
-        w = torch.as_tensor(every, device=self.gradients.device, dtype=self.gradients.dtype)
-        if out.dtype == self.gradients.dtype:
+        if out.dtype == self.gradients.dtype and out.dtype in WIDE:
+            w = torch.as_tensor(every, device=out.device, dtype=out.dtype)
             return torch.addmv(out, self.gradients.t(), w, beta=0, out=out)  # one pass over what is kept, nothing made anew
-        return out.copy_(torch.mv(self.gradients.t(), w))
+        out.zero_()
+        for row, weight in zip(rows, weights.tolist(), strict=True):
+            out.add_(self.gradients[row], alpha=weight)
+        return out
 
     def take_rows(self, count: int) -> list[int]:
         """Rows to write to: free ones first, then the oldest, which are forgotten."""
@@ -92,14 +103,15 @@ class History:
     def close(self, rows: Sequence[int]) -> None:
         """The gradients of ``rows`` have been written: take them in, as the newest."""
         self.rows += rows
-        wide = self.gradients if self.gradients.dtype in (torch.float32, torch.float64) else self.gradients.float()
+        wide = self.gradients if self.gradients.dtype in WIDE else self.gradients.float()
         found = (wide[list(rows)] @ wide.t()).double().cpu().numpy()
         self.products[list(rows), :] = found
         self.products[:, list(rows)] = found.T
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.rows = []
+    def drop(self, rows: Sequence[int]) -> None:
+        """Rows that were taken and will not be closed."""
+        for row in rows:
+            self.gradients[row].zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values."""

@@ -30,7 +30,7 @@ from torch.optim import LBFGS, Optimizer
 
 from wavetrain.errors import CheckpointError, DivergedError, InputError, UnknownNameError
 from wavetrain.optim.estimators import Judge, weights
-from wavetrain.optim.evaluation import Closure, evaluate, is_finite, takes_index
+from wavetrain.optim.evaluation import Closure, evaluate, is_finite, with_index
 from wavetrain.optim.flat import Flat
 from wavetrain.optim.fork import Fork
 from wavetrain.optim.history import History
@@ -38,7 +38,7 @@ from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.process import Prior, Process
 from wavetrain.optim.rounds import Round, Rounds
-from wavetrain.optim.team import Alone, Group, Team
+from wavetrain.optim.team import Alone, Group, Shared, Team
 
 Floats = NDArray[np.float64]
 
@@ -60,7 +60,7 @@ class OptEx(Optimizer):
             loss = opt.step(lambda i: loss_fn(model(group[i].x), group[i].y))
 
     Args:
-        base: any optimizer of torch but LBFGS. Its groups, rates and hooks stay its own, and are shared.
+        base: any optimizer of torch but LBFGS. Its groups and rates are shared; its own hooks are called for proposed steps too.
         parallel: N, the minibatches of a round. With ``process_group``, its size.
         mode: ``"auto"``, or ``"paper"`` for the algorithm as it was published.
         history: pairs of points and gradients that are kept, those of the round under way included.
@@ -70,7 +70,7 @@ class OptEx(Optimizer):
         process_group: every rank of it evaluates one minibatch of a round; all must start from the same weights.
         distance_coordinates: measure distances on so many coordinates, drawn at random, where there are more; None for all of
             them, at twice the memory.
-        history_dtype: of what is kept, such as ``torch.bfloat16``; default: that of the parameters.
+        history_dtype: of the gradients that are kept, such as ``torch.bfloat16``; default: that of the parameters.
         clip_norm: gradients that ``base`` steps with are scaled down to this norm.
         grad_scaler: of fp16 training: scales losses, and is told of gradients that are no numbers.
 
@@ -103,13 +103,24 @@ class OptEx(Optimizer):
         for what, name, known in (("mode", mode, HISTORY), ("kernel", kernel, KERNELS), ("select", select, SELECT)):
             if name not in known:
                 raise UnknownNameError(what, name, known)
-        self._team: Team = Alone() if process_group is None else Group(process_group)
+        if process_group is None and parallel is None:
+            raise InputError(
+                "give parallel=N, the minibatches of a round, or process_group=dist.group.WORLD after dist.init_process_group()"
+            )
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise InputError(f"process_group is {process_group!r}; expected a group of torch.distributed")
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
+        if history_dtype is not None and not (isinstance(history_dtype, torch.dtype) and history_dtype.is_floating_point):
+            raise InputError(f"history_dtype is {history_dtype!r}; expected a type of real numbers, such as torch.bfloat16")
+        device = Flat(base.param_groups).device
+        self._team: Team = Alone() if process_group is None else Group(process_group, device)
         size = self._team.size
         if parallel is not None and size is not None and parallel != size:
             raise InputError(
                 f"parallel is {parallel}, but the process group has {size} ranks, one for each minibatch; leave it out"
             )
-        self.parallel = _whole("parallel", parallel or size or 4 if parallel != 0 else 0, 1)
+        self.parallel = _whole("parallel", size if parallel is None else parallel, 1)
         capacity = _whole("history", HISTORY[mode] if history is None else history, 2)
         self.mode = mode
         self.base = base
@@ -125,15 +136,34 @@ class OptEx(Optimizer):
         self._ready = False
         super().__init__(base.param_groups, base.defaults)
         self._ready = True
-        self._link()
         self.stats = Rounds()
         self._round = 0
         self._forget()
 
-    def _link(self) -> None:
-        """Groups and state are the inner optimizer's own."""
-        self.param_groups = self.base.param_groups
-        self.state = self.base.state
+    # groups and state are the inner optimizer's own, also after it has loaded others
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of the inner optimizer."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if self._ready:
+            self.base.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """Of the inner optimizer."""
+        return self.base.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready:
+            self.base.state = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise InputError("an OptEx cannot be copied or pickled: make a new one, and load state_dict() into it")
 
     def _forget(self) -> None:
         """Begin anew with what is trained now."""
@@ -143,14 +173,14 @@ class OptEx(Optimizer):
         if count is not None and count < flat.num_coordinates:
             chooser = torch.Generator().manual_seed(0)
             sampled = torch.randperm(flat.num_coordinates, generator=chooser)[:count].sort().values.to(flat.device)
-        dtype = self._history_dtype or flat.dtype
-        self._history = History(self._capacity, flat.num_coordinates, flat.device, dtype, sampled)
+        self._history = History(
+            self._capacity, flat.num_coordinates, flat.device, flat.dtype, sampled, self._history_dtype or flat.dtype
+        )
         self._judge = Judge(self._kernel)
         self._pace = Pace(self.parallel)
         self._fork = Fork(self.base)
-        self._start, self._work = flat.empty(), flat.empty()
-        exact = sampled is None and dtype == flat.dtype
-        self._proposed = None if exact else torch.empty(self.parallel, flat.num_coordinates, device=flat.device, dtype=flat.dtype)
+        self._start, self._work, self._mean = flat.empty(), flat.empty(), flat.empty()
+        self._proposed = None if sampled is None else self._start.new_empty(self.parallel, flat.num_coordinates)
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
 
@@ -172,28 +202,34 @@ class OptEx(Optimizer):
 
         Raises:
             InputError: the closure is of the wrong kind.
-            DivergedError: the first loss or gradient of the round is no number; nothing has changed.
-            RuntimeFailure: ranks that are not at the same point.
+            DivergedError: no loss or gradient at the round's first point is a number.
+            RuntimeFailure: ranks that are not at the same point, or a rank whose closure failed.
+
+        Whatever is raised, by the closure too, parameters and optimizer are as they were before the round.
         """
         if closure is None:
             raise InputError(
                 "OptEx evaluates the loss at several points: call opt.step(lambda i: loss of minibatch i) and leave out "
                 "loss.backward()"
             )
-        indexed = takes_index(closure)
+        call = with_index(closure)
         if not self._flat.same(self.base.param_groups):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
         seed = self._team.agree((*self._flat.checksum(), self._round, self._pace.num_points), seed)
-        play = _Play(self, closure, indexed, seed)
-        found = play.paper() if self.mode == "paper" else play.auto()
+        play = _Play(self, call, seed)
+        try:
+            found = play.paper() if self.mode == "paper" else play.auto()
+        except BaseException:
+            play.give_up()
+            raise
         self._round += 1
         self.stats.add(found)
         return found.loss
 
     def held_bytes(self) -> int:
         """Bytes kept between rounds, beside the parameters and the inner optimizer's own state."""
-        tensors = [self._history.gradients, self._history.points, self._start, self._work]
+        tensors = [self._history.gradients, self._history.points, self._start, self._work, self._mean]
         if self._proposed is not None:
             tensors.append(self._proposed)
         return sum(t.numel() * t.element_size() for t in tensors) + self._fork.held_bytes()
@@ -206,8 +242,10 @@ class OptEx(Optimizer):
         """To the inner optimizer; what was known of gradients is forgotten."""
         if not self._ready:
             return
+        given = param_group.get("params", ())
+        Flat([*self.base.param_groups, {"params": [given] if isinstance(given, Tensor) else list(given)}])  # or say why not
+        param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         self.base.add_param_group(param_group)
-        self._link()
         self._forget()
 
     def state_dict(self, *, history: bool = True) -> dict[str, Any]:
@@ -216,8 +254,13 @@ class OptEx(Optimizer):
         Args:
             history: with the points and gradients that are kept (2·T·d numbers); without, estimation begins anew.
         """
+        if not self._flat.same(self.base.param_groups):
+            self._forget()
         own: dict[str, Any] = {
+            "mode": self.mode,
+            "parallel": self.parallel,
             "round": self._round,
+            "has": list(self._has),
             "pace": self._pace.state_dict(),
             "judge": self._judge.state_dict(),
             "num_newest": self._num_newest,
@@ -230,35 +273,59 @@ class OptEx(Optimizer):
         """What :meth:`state_dict` gave, or the state of the inner optimizer alone.
 
         Raises:
-            CheckpointError: it is of another number of coordinates, history or parallelism.
+            CheckpointError: it is damaged, or of another mode, parallelism, history or model; nothing has changed.
         """
         own = state_dict.get("optex")
         saved = None if own is None else own.get("history")
-        if saved is not None and saved["gradients"].shape != self._history.gradients.shape:
-            raise CheckpointError(
-                f"the saved history holds {tuple(saved['gradients'].shape)} numbers, this optimizer's "
-                f"{tuple(self._history.gradients.shape)} (pairs, coordinates): use the same parameters, parallel and history, or "
-                "save with state_dict(history=False)"
-            )
+        if own is not None:
+            self._check(own, saved)
         self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "optex"})
-        self._link()
         self._forget()
         if own is None:
             return
         self._round = own["round"]
-        if own["pace"]["num_points"] <= self.parallel:
+        if own["parallel"] == self.parallel:
             self._pace.load_state_dict(own["pace"])
         if saved is not None:
+            self._has = tuple(own["has"])
             self._judge.load_state_dict(own["judge"])
             self._num_newest = own["num_newest"]
             self._history.load_state_dict(saved)
+
+    def _check(self, own: dict[str, Any], saved: dict[str, Any] | None) -> None:
+        """Whether what was saved can be loaded here."""
+        missing = {"mode", "parallel", "round", "has", "pace", "judge", "num_newest"} - set(own)
+        if missing:
+            raise CheckpointError(f"the saved state of OptEx lacks {', '.join(sorted(missing))}")
+        if saved is None:
+            return
+        here = {
+            "mode": self.mode,
+            "parallel": self.parallel,
+            "gradients": tuple(self._history.gradients.shape),
+            "points": tuple(self._history.points.shape),
+        }
+        there = {
+            "mode": own["mode"],
+            "parallel": own["parallel"],
+            "gradients": tuple(saved["gradients"].shape),
+            "points": tuple(saved["points"].shape),
+        }
+        for name, value in here.items():
+            if there[name] != value:
+                raise CheckpointError(
+                    f"the saved history is of another optimizer: {name} {there[name]}, here {value}; use the same parameters, "
+                    "mode, parallel, history and distance_coordinates, or save with state_dict(history=False)"
+                )
 
 
 class _Play:
     """One round of an :class:`OptEx`."""
 
-    def __init__(self, of: OptEx, closure: Closure, indexed: bool, seed: int) -> None:
-        self.of, self.closure, self.indexed, self.seed = of, closure, indexed, seed
+    def __init__(self, of: OptEx, closure: Callable[[int], Any], seed: int) -> None:
+        self.of, self.closure, self.seed = of, closure, seed
+        self._taken: list[int] = []
+        self._moved = False
         self.flat, self.history = of._flat, of._history
         self.estimate_seconds = self.evaluate_seconds = self.step_seconds = 0.0
         self.has: tuple[bool, ...] = ()
@@ -267,7 +334,7 @@ class _Play:
     def auto(self) -> Round:
         of, history = self.of, self.history
         num_points = of._pace.num_points
-        new = history.take_rows(num_points)
+        new = self._taken = history.take_rows(num_points)
         known, newest = list(history.rows), of._num_newest
         begin = time.perf_counter()
         process, name = of._judge.process(history), of._judge.best
@@ -279,6 +346,8 @@ class _Play:
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
+        if not good:
+            return self._skipped(losses, num_points)
         begin = time.perf_counter()
         history.close(good)
         cosines, errors = self._compare(predicted, known, good)
@@ -287,12 +356,13 @@ class _Play:
         of._num_newest = len(good)
         self.estimate_seconds += time.perf_counter() - begin
         accepted, drifts = self._replay(good, process)
-        of._pace.hear(accepted, losses)
+        rising = any(group.get("maximize", False) for group in of.param_groups)
+        of._pace.hear(accepted, [-loss if rising else loss for loss in losses if math.isfinite(loss)])
         return self._told(told, losses, num_points, accepted, cosines, errors, drifts)
 
     def paper(self) -> Round:
         of, history = self.of, self.history
-        new = history.take_rows(of.parallel)
+        new = self._taken = history.take_rows(of.parallel)
         known = list(history.rows)
         begin = time.perf_counter()
         process = None
@@ -306,6 +376,8 @@ class _Play:
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
+        if not good:
+            return self._skipped(losses, len(new))
         begin = time.perf_counter()
         history.close(good)
         cosines, errors = self._compare(predicted, known, good)
@@ -329,6 +401,7 @@ class _Play:
         begin = time.perf_counter()
         of._fork.save()
         flat.read(of._start)
+        self._moved = True
         self.step_seconds += time.perf_counter() - begin
         predicted: list[Floats | None] = []
         for at, row in enumerate(new):
@@ -347,53 +420,81 @@ class _Play:
         return predicted
 
     def _evaluate(self, new: list[int]) -> tuple[list[float], list[int]]:
-        """The losses of all minibatches, and the rows whose gradients are numbers, up to the first that is not."""
+        """The losses of all minibatches, and the rows whose gradients are numbers, up to the first that is not.
+
+        A minibatch whose loss or gradient is no number is left out of the mean at its point.
+        """
         of, flat, history = self.of, self.flat, self.history
         begin = time.perf_counter()
-        scale = 1.0 if of._scaler is None else of._scaler.get_scale()
-        losses = [0.0] * of.parallel
-        finite = [True] * len(new)
-        turns = [[i for i in range(at, of.parallel, len(new)) if of._team.mine(i)] for at in range(len(new))]
-        for at, (row, mine) in enumerate(zip(new, turns, strict=True)):
-            if not mine:
-                continue
-            flat.write(history.points[row] if of._proposed is None else of._proposed[at])
-            for i in mine:
-                done = evaluate(self.closure, i if self.indexed else None, self.seed + i, flat, of._work, scale)
-                self.has = tuple(a or b for a, b in zip(self.has or done.has, done.has, strict=True))
-                shared, found = of._team.share(of._work, done.loss)
-                for j, (gradient, loss) in enumerate(zip(shared, found, strict=True)):
-                    index = i if len(shared) == 1 else j
-                    self._take(new, index, gradient, first=index < len(new))
-                    losses[index] = loss
-                    finite[index % len(new)] &= is_finite(loss, gradient)
+        shared: dict[int, Shared] = {}
+        losses: list[float] = [math.nan] * of.parallel
+        good: list[int] = []
         for at, row in enumerate(new):
-            history.gradients[row].div_(len(range(at, of.parallel, len(new))))
-        good = new[: finite.index(False)] if False in finite else new
-        for row in new[len(good) :]:
-            history.gradients[row].zero_()
+            indices = range(at, of.parallel, len(new))
+            if of._team.size is None:
+                flat.write(history.points[row] if of._proposed is None else of._proposed[at])
+            if of._team.size is not None and at == 0:  # ranks: all at once, each at the point of its own
+                shared = self._shared(new)
+            count = 0
+            for i in indices:
+                one = shared[i] if shared else of._team.share(self._one(i))[0]
+                losses[i] = one.loss
+                if not is_finite(one.loss, one.gradient):
+                    continue
+                self.has = tuple(a or b for a, b in zip(self.has or one.has, one.has, strict=True))
+                count += 1
+                if count == 1:
+                    of._mean.copy_(one.gradient)
+                else:
+                    of._mean.add_(one.gradient)
+            if not count:
+                break
+            history.gradients[row].copy_(of._mean.div_(count))
+            good.append(row)
+        of._has = self.has or of._has
+        history.drop(new[len(good) :])
         self.evaluate_seconds += time.perf_counter() - begin
         if of._scaler is not None:
             _tell(of._scaler, overflowed=len(good) < len(new))
-        if not good:
-            self._rewind()
-            flat.forget_gradients()
+        overflowed = of._scaler is not None and math.isfinite(losses[0])
+        if not good and not overflowed:
             raise DivergedError(
-                f"round {of._round + 1}: the loss or gradient of its first minibatch is no number (loss {losses[0]:g}); the "
-                "parameters and the optimizer are as they were before the round",
+                f"round {of._round + 1}: no loss or gradient at its first point is a number (loss of minibatch 0: "
+                f"{losses[0]:g}); the parameters and the optimizer are as they were before the round",
                 step=of._round + 1,
                 ranks=(),
             )
-        of._has = self.has or of._has
-        return losses, list(good)
+        return losses, good
 
-    def _take(self, new: list[int], index: int, gradient: Tensor, *, first: bool) -> None:
-        """Add the gradient of a minibatch to those of its point."""
-        row = self.history.gradients[new[index % len(new)]]
-        if first:
-            row.copy_(gradient)
-        else:
-            row.add_(gradient)
+    def _shared(self, new: list[int]) -> dict[int, Shared]:
+        """Every rank's minibatch, each evaluated where it belongs."""
+        of = self.of
+        mine = next(i for i in range(of.parallel) if of._team.mine(i))
+        at = mine % len(new)
+        self.flat.write(self.history.points[new[at]] if of._proposed is None else of._proposed[at])
+        return dict(enumerate(of._team.share(self._one(mine))))
+
+    def _one(self, index: int) -> Shared:
+        """One minibatch, where the parameters are; what goes wrong in the closure is kept, for the team to hear of it."""
+        of = self.of
+        scale = None if of._scaler is None else of._scaler.get_scale()
+        try:
+            done = evaluate(self.closure, index, self.seed + index, self.flat, of._work, scale)
+        except Exception as error:
+            return Shared(of._work, 0.0, (False,) * len(self.flat.parameters), error)
+        return Shared(of._work, done.loss, done.has)
+
+    def _skipped(self, losses: Sequence[float], num_points: int) -> Round:
+        """A round that overflowed in fp16: nothing is done, the scaler has been told."""
+        self.give_up()
+        return self._told("zero", losses, num_points, 0, (), (), ())
+
+    def give_up(self) -> None:
+        """Everything as it was before the round, but for the oldest pairs of the history."""
+        if self._moved:
+            self._rewind()
+        self.history.drop([row for row in self._taken if row not in self.history.rows])
+        self.flat.forget_gradients()
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
         """Steps from the start, as far as evaluated points are near: how many, and how near."""
@@ -401,7 +502,10 @@ class _Play:
         self._rewind()
         drifts: list[float] = []
         accepted = 0
-        if process is None or len(good) == 1:
+        if len(good) == 1:
+            self._step_with(of._mean, math.sqrt(float(history.products[good[0], good[0]])))
+            accepted = 1
+        elif process is None:
             self._step(np.full(len(good), 1 / len(good)), good)
             accepted = 1
         else:
@@ -430,18 +534,22 @@ class _Play:
     def _step(self, found: Floats | None, rows: Sequence[int]) -> None:
         """A step of the inner optimizer with a sum of kept gradients."""
         assert found is not None
+        begin = time.perf_counter()
+        inner = self.history.products[np.ix_(rows, rows)]
+        norm = math.sqrt(max(0.0, float(found @ inner @ found)))
+        gradient = self.history.combine(found, rows, self.of._work)
+        self.estimate_seconds += time.perf_counter() - begin
+        self._step_with(gradient, norm)
+
+    def _step_with(self, gradient: Tensor, norm: float) -> None:
+        """A step of the inner optimizer with a gradient (d,) of this norm, which may be scaled down in place."""
         of = self.of
         begin = time.perf_counter()
-        if of._clip_norm is not None:
-            inner = self.history.products[np.ix_(rows, rows)]
-            norm = math.sqrt(max(0.0, float(found @ inner @ found)))
-            found = found * min(1.0, of._clip_norm / (norm + 1e-6))
-        self.history.combine(found, rows, of._work)
-        middle = time.perf_counter()
-        self.flat.lend_gradients(of._work, self.has or of._has)
+        if of._clip_norm is not None and norm > of._clip_norm:
+            gradient.mul_(of._clip_norm / norm)
+        self.flat.lend_gradients(gradient, self.has or of._has)
         of.base.step()
-        self.estimate_seconds += middle - begin
-        self.step_seconds += time.perf_counter() - middle
+        self.step_seconds += time.perf_counter() - begin
 
     def _compare(
         self, predicted: Sequence[Floats | None], known: Sequence[int], good: Sequence[int]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from wavetrain.errors import InputError
 
 KEPT: Final = 10_000
 """Rounds that are remembered."""
@@ -26,7 +29,7 @@ class Round:
     num_points: int
     """Different points at which gradients were asked for."""
     num_accepted: int
-    """Steps that were taken."""
+    """Steps that were taken; 0 if a gradient in fp16 was no number and the round was left out."""
     cosines: tuple[float, ...]
     """Of predicted and true gradients, at every point from which a step was proposed."""
     relative_errors: tuple[float, ...]
@@ -42,8 +45,9 @@ class Round:
 
     @property
     def loss(self) -> float:
-        """Mean of all minibatches."""
-        return sum(self.losses) / len(self.losses)
+        """Mean of all minibatches whose loss is a number."""
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        return sum(finite) / len(finite) if finite else math.nan
 
     @property
     def estimate_share(self) -> float:
@@ -73,7 +77,13 @@ class Rounds:
 
     @property
     def last(self) -> Round:
-        """The newest."""
+        """The newest.
+
+        Raises:
+            InputError: there was none yet.
+        """
+        if not self._rounds:
+            raise InputError("no round has been done yet: call step() first")
         return self._rounds[-1]
 
     def add(self, one: Round) -> None:
@@ -82,4 +92,13 @@ class Rounds:
 
     def save(self, path: str | Path) -> None:
         """As JSON lines, a round each."""
-        Path(path).write_text("".join(json.dumps(one.to_dict()) + "\n" for one in self._rounds), encoding="utf-8")
+        Path(path).write_text("".join(json.dumps(_plain(one.to_dict())) + "\n" for one in self._rounds), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """What is no number as null: JSON has no other word for it."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,9 +30,25 @@ class Team(Protocol):
         """
         ...
 
-    def share(self, gradient: Tensor, loss: float) -> tuple[list[Tensor], list[float]]:
-        """All minibatches' gradients (d,) and losses, in order, given this process's."""
+    def share(self, mine: Shared) -> list[Shared]:
+        """What all processes evaluated, in the order of minibatches, given this one's.
+
+        Raises:
+            RuntimeFailure: another one failed.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One evaluated minibatch; with an ``error``, one that could not be."""
+
+    gradient: Tensor
+    """(d,)"""
+    loss: float
+    has: tuple[bool, ...]
+    """Which parameters got a gradient."""
+    error: Exception | None = None
 
 
 class Alone:
@@ -47,16 +64,19 @@ class Alone:
         """With oneself."""
         return seed
 
-    def share(self, gradient: Tensor, loss: float) -> tuple[list[Tensor], list[float]]:
+    def share(self, mine: Shared) -> list[Shared]:
         """Nothing to share."""
-        return [gradient], [loss]
+        if mine.error is not None:
+            raise mine.error
+        return [mine]
 
 
 class Group:
     """Every rank of a process group evaluates the minibatch of its own number. All keep the same history."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self.size: int | None = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
 
@@ -66,7 +86,7 @@ class Group:
 
     def agree(self, numbers: tuple[float, ...], seed: int) -> int:
         """All ranks send a few numbers that are the same if their parameters and rounds are."""
-        mine = torch.tensor([*numbers, float(seed)], dtype=torch.float64)
+        mine = torch.tensor([*numbers, float(seed)], dtype=torch.float64, device=self._device)
         found = [torch.empty_like(mine) for _ in range(self.size or 1)]
         dist.all_gather(found, mine, group=self._group)
         odd = [i for i, one in enumerate(found) if not torch.equal(one[:-1], found[0][:-1])]
@@ -77,11 +97,23 @@ class Group:
             )
         return int(found[0][-1])
 
-    def share(self, gradient: Tensor, loss: float) -> tuple[list[Tensor], list[float]]:
-        """All ranks' gradients and losses."""
-        gradients = [torch.empty_like(gradient) for _ in range(self.size or 1)]
-        dist.all_gather(gradients, gradient, group=self._group)
-        mine = torch.tensor([loss], dtype=torch.float64)
-        losses = [torch.empty_like(mine) for _ in gradients]
-        dist.all_gather(losses, mine, group=self._group)
-        return gradients, [float(one) for one in losses]
+    def share(self, mine: Shared) -> list[Shared]:
+        """Every rank's; first of all whether each has one, so that none waits for a rank that failed."""
+        head = torch.tensor(
+            [float(mine.error is None), mine.loss, *map(float, mine.has)], dtype=torch.float64, device=self._device
+        )
+        heads = [torch.empty_like(head) for _ in range(self.size or 1)]
+        dist.all_gather(heads, head, group=self._group)
+        if mine.error is not None:
+            raise mine.error
+        failed = [rank for rank, one in enumerate(heads) if not one[0]]
+        if failed:
+            raise RuntimeFailure(
+                f"the closure failed on rank {', '.join(map(str, failed))}; the round was rolled back on all ranks"
+            )
+        gradients = [torch.empty_like(mine.gradient) for _ in heads]
+        dist.all_gather(gradients, mine.gradient, group=self._group)
+        return [
+            Shared(gradient, float(one[1]), tuple(bool(v) for v in one[2:]))
+            for gradient, one in zip(gradients, heads, strict=True)
+        ]
