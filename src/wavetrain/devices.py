@@ -36,6 +36,11 @@ class Device:
     network_bandwidth: float = 1.25 * GB
     """Bytes per second that a node usually has to other nodes, one way, for every such device in it."""
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether its matrix units take bf16; those before NVIDIA's Ampere take fp16 only."""
+        return self.name not in _WITHOUT_BFLOAT16
+
     def flops(self, element_bytes: int) -> float:
         """Operations per second of matrix products with elements of 2 or 4 bytes."""
         return self.half_flops if element_bytes <= 2 else self.single_flops
@@ -68,6 +73,7 @@ def _device(name: str, half: float, single: float, memory: float, bandwidth: flo
     )
 
 
+_WITHOUT_BFLOAT16: Final = ("T4-16", "P100-16", "V100-16", "V100-32", "RTX-2080", "Titan-RTX")
 _PCIE3, _PCIE4, _PCIE5 = 12.0, 24.0, 48.0  # GB/s that a x16 slot gives in practice
 DEVICES: Final[dict[str, Device]] = {
     device.name: device

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from wavetrain.cluster import load_cluster
 from wavetrain.errors import FormatError, InputError, UnknownNameError
 from wavetrain.plan.baselines import amp_model, amp_pick, best_even, megatron_rule
 from wavetrain.plan.explain import changes, explain
@@ -195,3 +196,15 @@ def test_flags_that_are_wrong_are_refused(flags: str, error: type[Exception], wo
 
 def test_a_cut_has_as_many_points() -> None:
     assert even_cut(10, 2) == (0, 5, 10)
+
+
+def test_devices_without_bfloat16() -> None:
+    old, new = load_cluster("2 x 4 x V100-16 + 1 x 4 x T4-16"), load_cluster("1 x 8 x A100-40")
+    sources = Sources(model="gpt2", cluster="c")
+    assert sources.for_devices(old).precision == "fp16"
+    assert sources.for_devices(new).precision is None
+    assert Sources(model="gpt2", cluster="c", precision="fp32").for_devices(old).precision == "fp32"
+    flags = parse_flags("--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --bf16")
+    for cluster, refused in ((old, True), (new, False)):
+        found, _ = lint(flags, model(8), cluster)
+        assert any("use --fp16" in f.message for f in found) == refused

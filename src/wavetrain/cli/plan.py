@@ -82,7 +82,7 @@ class PlanVerb(Costing):
             )
         from wavetrain.plan.explain import explain
         from wavetrain.plan.planner import make_plan
-        from wavetrain.plan.sources import Sources
+        from wavetrain.plan.sources import Sources, without_bfloat16
 
         if self.top < 1:
             raise InputError(f"--top is {self.top}; show at least 1 plan")
@@ -92,6 +92,7 @@ class PlanVerb(Costing):
         limits = self._limits()
         with progress_line() as progress:
             cluster = sources.nodes()
+            sources = sources.for_devices(cluster)
             model = self.cost_model(sources)
             planned = make_plan(model, cluster, self.global_batch, sources, limits, progress)
             told = explain(planned.best, model, cluster, limits, what_ifs=self.what_if, progress=progress)
@@ -120,6 +121,10 @@ class PlanVerb(Costing):
         print_explanation(planned.best, told)
         if planned.ties:
             print(f"{len(planned.ties)} cannot be told from the best by prediction; a trial of {_to_try(planned)} would decide")
+        if old := without_bfloat16(cluster):
+            asked = "in fp16" if sources.precision == "fp16" else "use --precision fp16" if sources.precision == "bf16" else ""
+            if asked:
+                print(f"{', '.join(old)}: no bf16 there, {asked}")
         for name in unknown:
             print(
                 f"no trial of a {name} was part of the calibration: expect errors of about {model.calibration.of(name).error:.0%}"

@@ -15,6 +15,7 @@ from wavetrain.plan.clock import Recompute
 from wavetrain.plan.estimate import CostModel, Estimate, Strategy
 from wavetrain.plan.layout import even_cut
 from wavetrain.plan.placement import layouts, num_slots
+from wavetrain.plan.sources import without_bfloat16
 from wavetrain.workload import Shape, Workload
 
 _NUMBERS: Final = {
@@ -165,6 +166,8 @@ def _shape_findings(flags: MegatronFlags, workload: Workload, cluster: Cluster) 
     smallest = min(g.gpus for g in cluster.groups)
     for name in flags.not_modelled:
         yield Finding(level="warning", message=f"{name} is not part of the prediction")
+    if flags.precision == "bf16" and (old := without_bfloat16(cluster)):
+        yield Finding(level="error", message=f"--bf16, but {', '.join(old)} do not compute in it: use --fp16")
     if flags.micro_batch is None:
         yield Finding(level="error", message="no --micro-batch-size: Megatron wants one")
     if flags.global_batch is None:

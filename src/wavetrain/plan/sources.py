@@ -42,9 +42,20 @@ class Sources:
         """The model's layers."""
         return load_workload(self.model, seq=self.seq, precision=self.precision)
 
+    def for_devices(self, cluster: Cluster) -> Sources:
+        """In fp16 instead of bf16, where no precision was asked for and a device of the cluster has no bf16."""
+        if self.precision is not None or not without_bfloat16(cluster) or self.workload().element_bytes != 2:
+            return self
+        return replace(self, precision="fp16")
+
     def nodes(self) -> Cluster:
         """The cluster."""
         return load_cluster(self.cluster)
+
+
+def without_bfloat16(cluster: Cluster) -> list[str]:
+    """Names of the devices of a cluster that do not compute in bf16."""
+    return sorted({g.device.name for g in cluster.groups if not g.device.has_bfloat16})
 
 
 def _is_file(name: str) -> bool:
