@@ -58,7 +58,10 @@ def test_a_plan_is_made_and_written(folder: Path) -> None:
     assert found["explanation"]["what_ifs"]
     assert found["explanation"]["pareto"]
     assert (folder / "plan.toml").exists()
-    assert "<html" in (folder / "plan.html").read_text().lower()
+    page = (folder / "plan.html").read_text()
+    assert "<html" in page.lower()
+    assert "<dt>binds</dt>" in page
+    assert "Megatron&#x27;s rule" in page
 
 
 def test_the_plan_is_shown(folder: Path) -> None:

@@ -119,3 +119,9 @@ def test_written_page_is_the_rendered_one(make_timeline: MakeTimeline, tmp_path:
     timelines = [make_timeline(name="été"), make_timeline(waves=1)]
     write_page(tmp_path / "out.html", timelines)
     assert (tmp_path / "out.html").read_bytes() == render_page(timelines).encode()
+
+
+def test_notes_are_shown_as_they_are_written(make_timeline: MakeTimeline) -> None:
+    text = render_page([make_timeline()], notes=[("a <b>", "x & y < z")])
+    assert "<dt>a &lt;b&gt;</dt><dd>x &amp; y &lt; z</dd>" in text
+    assert 'id="notes"' not in render_page([make_timeline()])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from wavetrain.cli.common import Flag, Output, print_json
-from wavetrain.cli.planning import Costing, console, print_explanation, progress_line, rank_table
+from wavetrain.cli.common import File, Flag, Output, print_json
+from wavetrain.cli.planning import Costing, console, draw_plan, print_explanation, progress_line, rank_table
 
 if TYPE_CHECKING:
     from wavetrain.plan.plan import Plan
@@ -27,6 +27,8 @@ class Explain(Costing):
     """What wavetrain plan wrote."""
     no_what_if: Flag = False
     """Do not plan for other clusters, which takes a second or two each."""
+    html: File = None
+    """Write the page: the pipeline of the plan, simulated, and all of this."""
 
     def run(self) -> int:
         """Explain."""
@@ -38,6 +40,8 @@ class Explain(Costing):
         model = self.cost_model(plan.sources)
         with progress_line() as progress:
             told = explain(plan, model, cluster, _limits(plan), what_ifs=not self.no_what_if, progress=progress)
+        if self.html is not None:
+            draw_plan(self.html, plan, told)
         if self.json:
             print_json({"plan": plan.to_dict(), "explanation": told.to_dict()})
             return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from wavetrain.cli.common import Count, Counts, File, Flag, Name, Names, Number, print_json
-from wavetrain.cli.planning import Costing, console, plan_table, print_explanation, progress_line, rank_table
+from wavetrain.cli.planning import Costing, console, draw_plan, plan_table, print_explanation, progress_line, rank_table
 from wavetrain.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class PlanVerb(Costing):
         path = str(self.out) if self.out is not None else "plan.toml"
         note = self._write(planned, path, model.workload)
         if self.html is not None:
-            self._draw(planned)
+            draw_plan(self.html, planned.best, told)
         unknown = [n for n in planned.best.device_names if not model.calibration.known(n)]
         if self.json:
             print_json(
@@ -179,14 +179,6 @@ class PlanVerb(Costing):
         notes = [best.describe(), *([f"No [train] table: {why}."] if why else [])]
         write_text(path, plan_text(best, settings, notes))
         return "" if not why else f"not for wavetrain train: {why}"
-
-    def _draw(self, planned: Planned) -> None:
-        from wavetrain.schedule.simulator import simulate
-        from wavetrain.view.page import write_page
-
-        schedule, costs = planned.best.pipeline()
-        assert self.html is not None, "it was asked for"
-        write_page(self.html, [simulate(schedule, costs)])
 
     def _list(self) -> int:
         from rich.table import Table

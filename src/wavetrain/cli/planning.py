@@ -13,6 +13,8 @@ import tyro
 from wavetrain.cli.common import File, Output
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from wavetrain.plan.calibration import Calibration
@@ -165,3 +167,32 @@ def print_explanation(plan: Plan, explanation: Explanation) -> None:
         out.print(table)
     if len(explanation.pareto) > 1:
         out.print(escape(f"no other is both faster and cheaper than: {'; '.join(explanation.pareto)}"))
+
+
+def explanation_notes(plan: Plan, explanation: Explanation) -> list[tuple[str, str]]:
+    """An explanation for the page: words, and what is to be said of each."""
+    from wavetrain.plan.explain import WORDS
+
+    low, high = plan.interval
+    notes = [("plan", plan.describe()), ("a step", f"{plan.seconds:.4g} s ({low:.3g} to {high:.3g})")]
+    notes += [(f"{seconds:.4g} s, {share:.1%}", WORDS[name]) for name, seconds, share in explanation.parts if share >= 0.0005]
+    notes += [("binds", line) for line in explanation.binds]
+    for base in explanation.baselines:
+        over = f"{base.ratio:.2f}× over it ({base.plan}, {base.seconds:.4g} s): " if base.ratio is not None else ""
+        notes.append((base.name, over + base.why))
+    for what in explanation.what_ifs:
+        price = "" if what.dollars_per_step is None else f", ${what.dollars_per_step:.3g} a step"
+        faster = "does not fit" if what.seconds is None else f"{what.seconds:.4g} s, {what.speedup or 0:.2f}×{price}"
+        notes.append((f"if {what.change}", faster))
+    if len(explanation.pareto) > 1:
+        notes.append(("time and money", f"no other is both faster and cheaper than: {'; '.join(explanation.pareto)}"))
+    return notes
+
+
+def draw_plan(path: Path, plan: Plan, explanation: Explanation) -> None:
+    """The page of a plan: its pipeline, simulated, and why it is as it is."""
+    from wavetrain.schedule.simulator import simulate
+    from wavetrain.view.page import write_page
+
+    schedule, costs = plan.pipeline()
+    write_page(path, [simulate(schedule, costs)], notes=explanation_notes(plan, explanation))

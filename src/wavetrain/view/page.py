@@ -28,12 +28,15 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MUL
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render_page(timelines: Sequence[Timeline], *, live: Mapping[str, object] | None = None) -> str:
+def render_page(
+    timelines: Sequence[Timeline], *, live: Mapping[str, object] | None = None, notes: Sequence[tuple[str, str]] = ()
+) -> str:
     """One HTML document that shows ``timelines``, stacked on one time axis.
 
     Args:
         timelines: the first is the one that the others are compared with. May be empty on a live page.
         live: what the control panel of a served page needs; see :class:`wavetrain.view.server.ViewServer`. None: no panel.
+        notes: words and what is to be said of each, shown above the timelines.
     """
     title = " vs ".join(t.name for t in timelines) or "timelines"
     script, style = _joined_script(), _asset("page.css")
@@ -41,6 +44,7 @@ def render_page(timelines: Sequence[Timeline], *, live: Mapping[str, object] | N
         "csp": content_security_policy(live=live is not None),
         "title": html.escape(f"{title} · wavetrain").encode("ascii", "xmlcharrefreplace").decode(),
         "style": style,
+        "notes": _notes(notes),
         "data": _for_script(dump_payloads(timelines)),
         "live": _for_script(json.dumps(live, allow_nan=False)),
         "script": script,
@@ -48,9 +52,16 @@ def render_page(timelines: Sequence[Timeline], *, live: Mapping[str, object] | N
     return _SLOT.sub(lambda m: slots[m.group(1)], _asset("page.html"))
 
 
-def write_page(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
+def write_page(path: str | os.PathLike[str], timelines: Sequence[Timeline], *, notes: Sequence[tuple[str, str]] = ()) -> None:
     """Write :func:`render_page` of ``timelines`` to ``path``."""
-    write_text(path, render_page(timelines))
+    write_text(path, render_page(timelines, notes=notes))
+
+
+def _notes(notes: Sequence[tuple[str, str]]) -> str:
+    if not notes:
+        return ""
+    text = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(said)}</dd>" for word, said in notes)
+    return f'<details id="notes" open><summary>Why</summary><dl>{text}</dl></details>'
 
 
 def content_security_policy(*, live: bool) -> str:
