@@ -131,7 +131,7 @@ def _growth(quick: bool) -> list[Row]:
 
 
 def _memory(quick: bool) -> Row:
-    size = 10_000 if quick else 1_000_000
+    size = 100_000 if quick else 1_000_000
     x = nn.Parameter(torch.randn(size))
     opt = OptEx(torch.optim.Adam([x], lr=1e-3), parallel=PARALLEL, history=HISTORY)
     for _ in range(3):

@@ -144,13 +144,13 @@ def _case(pool: ProcessPoolExecutor, optimizer: str, batch: int, quick: bool) ->
 
     return Row(
         case=f"MNIST, {optimizer}, minibatches of {batch}",
-        target=f"≤ {least:g} of the large batch's",
+        target=f"≤ {least:g} of the large batch's" if not quick else "≤ vanilla's",
         measured=f"{show('ours')}: {share:.2f} of it ("
         + ", ".join(f"{m} {show(m)}" for m in METHODS if m not in ("ours", "target"))
         + ")",
         limit=f"N true steps {show('target')}",
         distance=percent(mean["ours"] / mean["target"] - 1, 0) + " above",
-        passed=None if quick else share <= least,
+        passed=share <= least if not quick else mean["ours"] <= mean["vanilla"],
     )
 
 
