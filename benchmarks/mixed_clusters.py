@@ -97,6 +97,11 @@ def run(quick: bool) -> Report:
     )
 
 
+def _near(ratio: float, quick: bool) -> bool:
+    """Whether measured over predicted is as it should be; quick runs on a busy machine only say that it is not far off."""
+    return 0.25 <= ratio <= 4 if quick else abs(ratio - 1) <= ERROR
+
+
 def _emulated(name: str, quick: bool) -> list[Row]:
     words, preset, batch = CLUSTERS[name]
     cluster = load_cluster(words)
@@ -119,7 +124,7 @@ def _emulated(name: str, quick: bool) -> list[Row]:
                 case=f"{name}, {side.name} ({side.schedule.name}, {side.schedule.num_ranks} ranks): measured over predicted",
                 target=f"within {percent(ERROR, 0)}",
                 measured=f"{error:+.1%} ({side.predicted:.3f} → {seconds:.3f} s)",
-                passed=abs(error) <= ERROR if not quick else True,
+                passed=_near(1 + error, quick),
             )
         )
     promised, gained = sides[1].predicted / sides[0].predicted, measured[1] / measured[0]
@@ -128,7 +133,7 @@ def _emulated(name: str, quick: bool) -> list[Row]:
             case=f"{name}: planned over even split",
             target=f"{promised:.2f}× ± 5 %",
             measured=f"{gained:.2f}×",
-            passed=abs(gained / promised - 1) <= ERROR if not quick else True,
+            passed=_near(gained / promised, quick),
         )
     )
     return rows
@@ -194,7 +199,7 @@ def _real(quick: bool) -> tuple[list[Row], str]:
                 case=f"real compute, one rank at half a core, {name} {found[f'{name} cut']}: measured over predicted",
                 target=f"within {percent(ERROR, 0)}",
                 measured=f"{error:+.1%} ({found[f'{name} predicted']:.3f} → {found[f'{name} measured']:.3f} s)",
-                passed=abs(error) <= ERROR if not quick else True,
+                passed=_near(1 + error, quick),
             )
         )
     promised = found["even predicted"] / found["planned predicted"]
@@ -204,7 +209,7 @@ def _real(quick: bool) -> tuple[list[Row], str]:
             case="real compute: planned over even split",
             target=f"{promised:.2f}× ± 5 %",
             measured=f"{gained:.2f}×",
-            passed=abs(gained / promised - 1) <= ERROR if not quick else True,
+            passed=_near(gained / promised, quick),
         )
     )
     low, high = min(found["drift"]), max(found["drift"])
@@ -363,7 +368,7 @@ def _over_link(names: Sequence[str], quick: bool) -> list[Row]:
                 case=f"{name} over a link of {RATE_MBIT} Mbit/s between two network namespaces: measured over predicted",
                 target=f"within {percent(ERROR, 0)}",
                 measured=f"{error:+.1%} ({predicted:.3f} → {seconds:.3f} s; with a free link {free:.3f} s)",
-                passed=abs(error) <= ERROR if not quick else True,
+                passed=_near(1 + error, quick),
             )
         )
     return rows
