@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.namespaces import Link, limited
 from benchmarks.report import Report, Row, main, percent
 
 from wavetrain.cluster import load_cluster
@@ -290,36 +291,15 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# a real link: two network namespaces, a rate-limited pair of devices between them
+# a real link between two network namespaces
 
 RATE_MBIT = 200
 NETWORK_BYTES = 2**20
 
 
 def _network(quick: bool) -> tuple[list[Row], str]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        return [], "Network namespaces and tc are not available here: the rate-limited link was not run."
-    names = [f"wt{os.getpid()}{c}" for c in "ab"]
-    commands = [
-        *(f"ip netns add {n}" for n in names),
-        f"ip link add {names[0]} type veth peer name {names[1]}",
-        *(f"ip link set {n} netns {n}" for n in names),
-        *(f"ip netns exec {n} ip addr add 10.99.77.{i + 1}/24 dev {n}" for i, n in enumerate(names)),
-        *(f"ip netns exec {n} ip link set {d} up" for n in names for d in (n, "lo")),
-        *(f"ip netns exec {n} tc qdisc add dev {n} root tbf rate {RATE_MBIT}mbit burst 64kb latency 400ms" for n in names),
-    ]
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-            if done.returncode:
-                return (
-                    [],
-                    f"Network namespaces are not allowed here ({done.stderr.strip()[:80]}): the rate-limited link was not run.",
-                )
-        return _over_link(names, quick), ""
-    finally:
-        for n in names:
-            subprocess.run(["ip", "netns", "del", n], capture_output=True, check=False)
+    with limited(RATE_MBIT) as (link, why):
+        return ([], why) if link is None else (_over_link(link, quick), "")
 
 
 def _link_costs() -> Costs:
@@ -333,7 +313,7 @@ def _link_costs() -> Costs:
     )
 
 
-def _over_link(names: Sequence[str], quick: bool) -> list[Row]:
+def _over_link(link: Link, quick: bool) -> list[Row]:
     costs = _link_costs()
     rows = []
     for name, count in (("1f1b", 8),) if quick else (("1f1b", 8), ("gpipe", 8)):
@@ -343,18 +323,16 @@ def _over_link(names: Sequence[str], quick: bool) -> list[Row]:
             out = Path(folder) / "out.json"
             script = Path(__file__).resolve()
             workers = []
-            for rank, space in enumerate(names):
+            for rank in range(2):
                 environment = {
-                    **os.environ,
+                    **link.environment(rank),
                     "RANK": str(rank),
                     "LOCAL_RANK": "0",
                     "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "10.99.77.1",
+                    "MASTER_ADDR": link.address,
                     "MASTER_PORT": "29577",
-                    "GLOO_SOCKET_IFNAME": space,
                 }
-                inner = f"hostname {space} && exec {sys.executable} {script} --link-rank {name} {count} {out}"
-                command = ["ip", "netns", "exec", space, "unshare", "-u", "sh", "-c", inner]
+                command = link.command(rank, [sys.executable, str(script), "--link-rank", name, str(count), str(out)])
                 workers.append(
                     subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                 )

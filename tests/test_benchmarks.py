@@ -22,7 +22,18 @@ def test_every_benchmark_runs_and_its_section_is_written(name: str, tmp_path: Pa
 
 def test_every_script_is_in_the_list_of_benchmarks() -> None:
     folder = Path(runner.__file__).parent
-    helpers = {"__init__", "run", "optimizers", "report", "bounds", "clusters", "torch_peer"}
+    helpers = {
+        "__init__",
+        "run",
+        "optimizers",
+        "report",
+        "bounds",
+        "clusters",
+        "torch_peer",
+        "namespaces",
+        "tensor_ranks",
+        "language",
+    }
     assert {path.stem for path in folder.glob("*.py")} - helpers == set(runner.NAMES)
 
 

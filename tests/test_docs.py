@@ -30,6 +30,7 @@ LINK = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
 CAPABILITIES = {
     *("schedules.md", "proof.md", "simulation.md", "optimizer.md", "view.md"),
     *("training.md", "rehearsal.md", "checkpoints.md", "failures.md", "planning.md", "optex.md"),
+    *("kraken.md", "generation.md"),
 }
 
 

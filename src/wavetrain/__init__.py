@@ -15,6 +15,7 @@ and those that need torch:
     launch                               run a function in several ranks of this machine
     rehearse                             run a schedule for real, with emulated compute
     OptEx                                several steps of a torch optimizer at once
+    LLM, SamplingParams                  text from a model, on one rank or several
     models, data                         packages: models that can be pipelined, batches of tokens
 """
 
@@ -40,14 +41,18 @@ if TYPE_CHECKING:
     from wavetrain.schedule.schedule import Schedule
     from wavetrain.schedule.simulator import simulate
     from wavetrain.schedule.timeline import Timeline
+    from wavetrain.serve.llm import LLM
+    from wavetrain.serve.sampling import SamplingParams
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Action": "wavetrain.schedule.actions",
     "Costs": "wavetrain.schedule.costs",
+    "LLM": "wavetrain.serve.llm",
     "OptEx": "wavetrain.optim.optex",
     "Pipeline": "wavetrain.runtime.pipeline",
+    "SamplingParams": "wavetrain.serve.sampling",
     "Schedule": "wavetrain.schedule.schedule",
     "Timeline": "wavetrain.schedule.timeline",
     "WavetrainError": "wavetrain.errors",
@@ -63,11 +68,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "SCHEDULE_NAMES",
     "Action",
     "Costs",
     "OptEx",
     "Pipeline",
+    "SamplingParams",
     "Schedule",
     "Timeline",
     "WavetrainError",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import wavetrain.models
 from wavetrain.errors import InputError
-from wavetrain.models import BERT, GPT, LayeredModel, Uneven, layer_cost
-from wavetrain.models.layers import Block
+from wavetrain.models import BERT, GPT, Kraken, Ladder, LayeredModel, Parallel, Uneven, layer_cost
+from wavetrain.models.blocks import Block
 
 VOCAB, SEQ, BATCH = 50, 9, 3
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden": 16, "num_heads": 4, "vocab": VOCAB, "max_length": 12}
@@ -21,6 +21,9 @@ MODELS: dict[str, Any] = {
     "gpt": lambda **more: GPT(**SMALL, **more),
     "bert": lambda **more: BERT(**SMALL, **more),
     "uneven": lambda **more: Uneven(**SMALL, wide_layers=3, **more),
+    "parallel": lambda **more: Parallel(**SMALL, **more),
+    "ladder": lambda **more: Ladder(**SMALL, **more),
+    "kraken": lambda **more: Kraken(**SMALL, degree=2, **more),
 }
 
 
@@ -57,7 +60,7 @@ def test_a_slice_is_a_sequential_of_the_same_layers() -> None:
     assert part[0] is model[1]
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize("name", ["gpt", "bert", "kraken"])
 def test_tied_weights_are_one_parameter(name: str) -> None:
     tied, untied = MODELS[name](), MODELS[name](tied=False)
     assert tied.head.projection.weight is tied.embed.token.weight
@@ -67,7 +70,7 @@ def test_tied_weights_are_one_parameter(name: str) -> None:
     assert again.head.projection.weight is again.embed.token.weight
 
 
-@pytest.mark.parametrize("name", ["gpt", "uneven"])
+@pytest.mark.parametrize("name", ["gpt", "uneven", "parallel", "ladder", "kraken"])
 def test_language_models_do_not_look_ahead(name: str) -> None:
     model, x = MODELS[name](), tokens()
     changed = x.clone()
@@ -220,7 +223,7 @@ def test_costs_are_what_torch_counts() -> None:
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 x = layer(x)
             counted = counter.get_total_flops()
-            if isinstance(layer, Block) and layer.attention.causal:  # torch counts what is masked away too
+            if isinstance(layer, Block) and layer.causal:  # torch counts what is masked away too
                 counted -= BATCH * SEQ * 4 * layer.mlp.up.in_features * SEQ // 2
             assert layer.cost(BATCH, SEQ) == pytest.approx(counted, abs=BATCH * SEQ * 16), name
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wavetrain import Pipeline, build
-from wavetrain.models import BERT, GPT, Uneven
+from wavetrain.models import BERT, GPT, Kraken, Ladder, Uneven
 from wavetrain.runtime import local
 
 VOCAB = 29
@@ -186,6 +186,11 @@ KINDS: dict[str, Kind] = {
     "gpt, from meta": Kind(make=meta_gpt, same_as_torch=False),
     "bert": Kind(make=lambda: BERT(num_layers=14, hidden=16, num_heads=2, vocab=VOCAB, max_length=8, tied=False), batch=padded),
     "uneven": Kind(make=lambda: Uneven(num_layers=8, hidden=8, num_heads=2, vocab=VOCAB, wide_layers=6, max_length=8)),
+    "kraken": Kind(
+        make=lambda: Kraken(num_layers=14, hidden=8, num_heads=2, vocab=VOCAB, max_length=8, degree=2, dropout=0.1),
+        same_as_torch=False,
+    ),
+    "ladder": Kind(make=lambda: Ladder(num_layers=14, hidden=16, num_heads=2, vocab=VOCAB, max_length=8, tied=False)),
     "plain": Kind(make=plain, batch=points, same_as_torch=False),
     "plain, even": Kind(make=plain, batch=lambda step: points(step, 8), same_as_torch=False),
     "llama": Kind(make=llama),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 from torch.utils.checkpoint import checkpoint
 
-from wavetrain.models.layers import Block
+from wavetrain.models.blocks import Block
 from wavetrain.runtime.saved import Saved
 from wavetrain.runtime.split import Found, LateWeights, add_gradients, backward_input, backward_whole, edges_of
 

@@ -56,8 +56,11 @@ def _parse(arguments: list[str]) -> Verb:
         raise SystemExit(0)
     import tyro
 
+    from wavetrain.cli.convert import Convert
+    from wavetrain.cli.doctor import Doctor
     from wavetrain.cli.explain import Compare, Explain
     from wavetrain.cli.export import Export, Lint
+    from wavetrain.cli.generate import Chat, Generate
     from wavetrain.cli.plan import PlanVerb
     from wavetrain.cli.profile import ProfileVerb
     from wavetrain.cli.prove import Prove
@@ -85,6 +88,10 @@ def _parse(arguments: list[str]) -> Verb:
                     "view": View,
                     "rehearse": Rehearse,
                     "train": Train,
+                    "generate": Generate,
+                    "chat": Chat,
+                    "convert": Convert,
+                    "doctor": Doctor,
                 },
                 args=arguments,
                 prog="wavetrain",

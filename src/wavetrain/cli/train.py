@@ -14,6 +14,7 @@ import tyro
 
 from wavetrain.cli.common import Count, Counts, Flag, Name, Names, Number, Output, print_json
 from wavetrain.errors import CheckpointError, InputError
+from wavetrain.models.config import DECODERS
 
 if TYPE_CHECKING:
     from wavetrain.runtime.train.config import TrainConfig
@@ -58,7 +59,7 @@ class Settings:
     seq: Count = None
     """Tokens a sequence. Default: 128."""
     model: Name = None
-    """gpt, bert or uneven. Default: gpt."""
+    """gpt, bert, uneven, kraken, parallel or ladder. Default: gpt."""
     layers: Count = None
     """Transformer blocks. Default: 8."""
     hidden: Count = None
@@ -75,6 +76,22 @@ class Settings:
     """Uneven model: their width. Default: twice --hidden."""
     wide_heads: Count = None
     """Uneven model: their heads. Default: twice --heads."""
+    degree: Count = None
+    """Kraken: sub-layers a block, the most ranks that can serve it. Default: 2."""
+    kraken: Name = None
+    """Kraken: modern or paper, as many parameters as the gpt of the same flags; exact: the flags as they are. Default: modern."""
+    kv_heads: Count = None
+    """gpt, kraken, parallel, ladder: heads of keys and values. Default: --heads."""
+    head_dim: Count = None
+    """Likewise: width of a head. Default: --hidden / --heads."""
+    inner: Count = None
+    """Likewise: inner width of the MLP. Default: 4 times --hidden."""
+    positions: Name = None
+    """Likewise: learned or rotary. Default: learned."""
+    norm: Name = None
+    """Likewise: layer or rms. Default: layer."""
+    mlp: Name = None
+    """Likewise: gelu or swiglu. Default: gelu."""
     data: Files = None
     """Text files, .bin or .npy token files, or directories. Default: the sources of Python's standard library, as bytes."""
     data_dtype: Name = None
@@ -108,7 +125,7 @@ class Settings:
     log: Names = None
     """tensorboard, wandb (pip install 'wavetrain[log]'), beside metrics.jsonl."""
     prompt: Name = None
-    """What the text begins with that a byte-level gpt generates at the end."""
+    """What the text begins with that a byte-level model generates at the end."""
     timeout_seconds: Number = None
     """How long a message may take before the run is ended. Default: 600."""
 
@@ -152,6 +169,8 @@ class Train(Output):
             raise
         if os.environ.get("RANK", "0") != "0":
             return 0
+        if result["stopped"] != "asked to stop" and config.model in DECODERS and config.vocab in (None, 256):
+            result["sample"] = _sample(config)
         if self.json:
             print_json(result)
         else:
@@ -193,6 +212,17 @@ def draw_run(
     write_text(curve, line_chart(losses, title=title, x_label="step", y_label="loss, nats a token", y_from_zero=False))
     write_page(page, timelines)
     return {"loss_curve": str(curve), "timeline": str(page)}
+
+
+def _sample(config: TrainConfig) -> str:
+    """A line of text by the model that was just trained."""
+    from wavetrain.serve.llm import LLM
+    from wavetrain.serve.sampling import SamplingParams
+
+    prompt = config.prompt[: max(1, config.seq // 2)]
+    params = SamplingParams(max_tokens=120, temperature=0.8, seed=config.seed)
+    with LLM(config.checkpoints, tensor_parallel_size=1, max_num_seqs=1) as llm:
+        return prompt + llm.generate(prompt, params)[0].outputs[0].text
 
 
 def _saved(directory: Path) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Models as lists of layers, imported when first used (naming a shape needs no torch).
 
 GPT, BERT, Uneven           each an ``nn.Sequential`` of named layers: ``x = layer(x)`` in order
+Kraken, Parallel, Ladder    decoders that leave room for communication between ranks
 ModelConfig, build_model    a model's shape as frozen data, to and from JSON, and the model of it
 MODEL_NAMES                 what ``ModelConfig.name`` takes
 layer_cost                  relative FLOPs of any layer, to cut a model into stages
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from wavetrain.models.bert import BERT
     from wavetrain.models.config import MODEL_NAMES, ModelConfig
     from wavetrain.models.costs import layer_cost
-    from wavetrain.models.gpt import GPT
+    from wavetrain.models.gpt import GPT, Ladder, Parallel
     from wavetrain.models.hugging_face import from_pretrained
+    from wavetrain.models.kraken import Kraken
     from wavetrain.models.layers import Layer, LayeredModel
     from wavetrain.models.registry import build_model
     from wavetrain.models.tensor_parallel import parallelize_layer
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "BERT": "wavetrain.models.bert",
     "GPT": "wavetrain.models.gpt",
+    "Kraken": "wavetrain.models.kraken",
+    "Ladder": "wavetrain.models.gpt",
+    "Parallel": "wavetrain.models.gpt",
     "MODEL_NAMES": "wavetrain.models.config",
     "Layer": "wavetrain.models.layers",
     "LayeredModel": "wavetrain.models.layers",
@@ -42,9 +47,12 @@ __all__ = [
     "BERT",
     "GPT",
     "MODEL_NAMES",
+    "Kraken",
+    "Ladder",
     "Layer",
     "LayeredModel",
     "ModelConfig",
+    "Parallel",
     "Uneven",
     "build_model",
     "from_pretrained",

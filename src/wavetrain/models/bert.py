@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wavetrain.errors import InputError
+from wavetrain.models.blocks import Block
 from wavetrain.models.config import ModelConfig
-from wavetrain.models.layers import INIT_STD, Block, Head, LayeredModel, TokenEmbedding
+from wavetrain.models.context import whole_sequences
+from wavetrain.models.layers import INIT_STD, Head, LayeredModel, TokenEmbedding
 
 Stream = Tensor | tuple[Tensor, Tensor]
 """x, or (x, mask): mask (batch, seq) bool is true for real tokens and false for padding."""
@@ -90,9 +92,9 @@ class MaskedEmbedding(TokenEmbedding):
 class MaskedBlock(Block):
     """A block whose tokens look at all tokens that the mask allows, and which passes the mask on."""
 
-    def forward(self, stream: Stream) -> Stream:  # type: ignore[override]
+    def forward(self, stream: Stream) -> Stream:
         x, mask = unpack(stream)
-        y = self.transform(x, mask)
+        y = self.run(x, whole_sequences(x.shape[1], x.device, causal=False, mask=mask))
         return y if mask is None else (y, mask)
 
 

@@ -1,12 +1,17 @@
-"""GPT: a decoder of pre-norm blocks with learned positions, as GPT-2.
+"""GPT-2-like decoders and the two variants that are compared with Kraken.
 
 embed → block0 → block1 → … → head
 """
 
 from __future__ import annotations
 
-from wavetrain.models.config import ModelConfig
-from wavetrain.models.layers import Block, Head, LayeredModel, TokenEmbedding
+from typing import Unpack
+
+from torch import nn
+
+from wavetrain.models.blocks import Block, LadderBlock, LadderHead, ParallelBlock
+from wavetrain.models.config import DecoderShape, ModelConfig, Style
+from wavetrain.models.layers import Head, LayeredModel, TokenEmbedding, make_norm
 
 
 class GPT(LayeredModel):
@@ -15,13 +20,18 @@ class GPT(LayeredModel):
     Args:
         num_layers: blocks.
         hidden: width.
-        num_heads: heads a block; divides ``hidden``.
+        num_heads: heads a block; divides ``hidden``, unless ``head_dim`` is given.
         vocab: tokens.
         max_length: the longest sequence.
         mlp_ratio: inner width of an MLP over ``hidden``.
         dropout: of the embedding and of each residual branch.
         tied: whether ``head.projection.weight`` is the same Parameter as ``embed.token.weight``.
+        style: grouped queries, rotary positions, RMSNorm, SwiGLU, no biases: see :class:`wavetrain.models.config.ModelConfig`.
     """
+
+    _NAME = "gpt"
+    _BLOCK: type[Block] = Block
+    _HEAD: type[Head] = Head
 
     def __init__(
         self,
@@ -34,9 +44,10 @@ class GPT(LayeredModel):
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         tied: bool = True,
+        **style: Unpack[Style],
     ) -> None:
         config = ModelConfig(
-            name="gpt",
+            name=self._NAME,
             num_layers=num_layers,
             hidden=hidden,
             num_heads=num_heads,
@@ -45,12 +56,40 @@ class GPT(LayeredModel):
             mlp_ratio=mlp_ratio,
             dropout=dropout,
             tied=tied,
+            **style,
         )
-        blocks = {
-            f"block{i}": Block(
-                hidden=hidden, num_heads=num_heads, mlp_ratio=mlp_ratio, dropout=dropout, causal=True, num_blocks=num_layers
+        shape = DecoderShape(config)
+        layers: dict[str, nn.Module] = {"embed": decoder_embedding(config)}
+        for i in range(num_layers):
+            layers[f"block{i}"] = self._BLOCK(
+                hidden=hidden, num_heads=num_heads, dropout=dropout, num_blocks=num_layers, shape=shape
             )
-            for i in range(num_layers)
-        }
-        embed = TokenEmbedding(vocab=vocab, hidden=hidden, max_length=max_length, dropout=dropout)
-        super().__init__(config, {"embed": embed, **blocks, "head": Head(hidden=hidden, vocab=vocab, tied=bool(config.tied))})
+        norm = make_norm(str(config.norm), hidden, shape.norm_eps, bias=bool(config.bias))
+        layers["head"] = self._HEAD(hidden=hidden, vocab=vocab, tied=tied, norm=norm)
+        super().__init__(config, layers)
+
+
+class Parallel(GPT):
+    """A GPT whose attention and MLP run side by side, as in GPT-J and PaLM; arguments as of :class:`GPT`."""
+
+    _NAME = "parallel"
+    _BLOCK = ParallelBlock
+
+
+class Ladder(GPT):
+    """A GPT with Ladder Residual: a branch does not wait for the one before it; arguments as of :class:`GPT`."""
+
+    _NAME = "ladder"
+    _BLOCK = LadderBlock
+    _HEAD = LadderHead
+
+
+def decoder_embedding(config: ModelConfig) -> TokenEmbedding:
+    """The embedding of a decoder."""
+    return TokenEmbedding(
+        vocab=config.vocab,
+        hidden=config.hidden,
+        max_length=config.max_length,
+        dropout=config.dropout,
+        learned=config.positions == "learned",
+    )

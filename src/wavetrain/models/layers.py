@@ -1,4 +1,4 @@
-"""The layers that the models are lists of: an embedding, blocks and a head.
+"""What all models begin and end with, and what a layer is.
 
 Every layer takes one value and returns one, so that a model can be cut between any two of them:
 
@@ -10,7 +10,6 @@ then the same whether or not the heads are split over ranks, and attention stays
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,10 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from wavetrain.errors import InputError
+from wavetrain.models.attention import MakeLinear
 from wavetrain.models.config import ModelConfig
+from wavetrain.models.context import Context
 
 INIT_STD: Final = 0.02
 """Standard deviation of GPT-2's initial weights; those that write to the residual stream have 1/√(2·blocks) of it."""
+
+
+Norm = nn.LayerNorm | nn.RMSNorm
 
 
 class Layer(nn.Module):
@@ -35,6 +39,14 @@ class Layer(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights anew from torch's default generator, which the caller seeds."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it is initialised")
+
+    def split_dims(self) -> dict[str, int]:
+        """Name of a parameter → the dim along which ranks share it; what is not named is whole on every rank."""
+        return {}
+
+    def added_once(self) -> tuple[str, ...]:
+        """Parameters that belong into a sum over ranks once, not once a rank: the first rank alone holds them."""
+        return ()
 
 
 class LayeredModel(nn.Sequential):
@@ -69,21 +81,30 @@ class LayeredModel(nn.Sequential):
             if isinstance(layer, Layer):
                 layer.reset_parameters()
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, a tied one counted once."""
+        return sum(p.numel() for p in self.parameters())
+
 
 class TokenEmbedding(Layer):
-    """Token and learned position embedding, then dropout: (batch, seq) int64 → (batch, seq, hidden)."""
+    """Token and learned position embedding, then dropout: (batch, seq) int64 → (batch, seq, hidden).
 
-    def __init__(self, *, vocab: int, hidden: int, max_length: int, dropout: float = 0.0) -> None:
+    ``learned``: whether there are position embeddings; not where positions are rotary.
+    """
+
+    def __init__(self, *, vocab: int, hidden: int, max_length: int, dropout: float = 0.0, learned: bool = True) -> None:
         super().__init__()
         self.max_length = max_length
         self.token = nn.Embedding(vocab, hidden)
-        self.position = nn.Embedding(max_length, hidden)
+        self.position = nn.Embedding(max_length, hidden) if learned else None
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.token.weight, std=INIT_STD)
-        nn.init.normal_(self.position.weight, std=INIT_STD)
+        if self.position is not None:
+            nn.init.normal_(self.position.weight, std=INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_tokens(tokens)
@@ -93,113 +114,56 @@ class TokenEmbedding(Layer):
                 f"a sequence has {seq} tokens, but the model was built for at most max_length={self.max_length}; "
                 f"give shorter sequences, or build it with max_length={seq}"
             )
-        x: Tensor = self.dropout(self.token(tokens) + self.position.weight[:seq])
-        return x
+        x = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position.weight[:seq]
+        dropped: Tensor = self.dropout(x)
+        return dropped
+
+    def run(self, tokens: Tensor, context: Context) -> Tensor:
+        """Tokens (tokens,) that stand where the context says → (tokens, hidden)."""
+        x: Tensor = self.token(tokens)
+        return x if self.position is None else x + self.position(context.positions)
 
     def cost(self, batch: int, seq: int) -> float:
         return float(batch * seq * self.token.embedding_dim)  # looking up is free, adding the position is not
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention with one projection for query, key and value.
-
-    The rows of ``qkv.weight`` are laid out as (head, [query, key, value], head_dim): any contiguous part of whole heads computes
-    those heads, so the number of heads here is read from the projection's output, not from the config.
-    """
-
-    def __init__(self, hidden: int, num_heads: int, *, causal: bool) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = hidden // num_heads
-        self.causal = causal
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, seq, hidden) → the same; ``mask`` (batch, seq) bool is true where a token may be looked at."""
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (batch, seq, heads here, 3, head_dim)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))  # each (batch, heads here, seq, head_dim)
-        allowed = None if mask is None else mask[:, None, None, :]
-        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=self.causal)
-        mixed: Tensor = self.out(y.transpose(1, 2).flatten(-2))
-        return mixed
-
-
 class MLP(nn.Module):
-    """hidden → mlp_ratio · hidden → hidden with GELU in its tanh form."""
-
-    def __init__(self, hidden: int, mlp_ratio: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden, mlp_ratio * hidden)
-        self.down = nn.Linear(mlp_ratio * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
-        return y
-
-
-class Block(Layer):
-    """A pre-norm transformer block: x + Attention(LN(x)), then x + MLP(LN(x)); (batch, seq, hidden) → the same.
+    """hidden → inner → hidden, with GELU in its tanh form, or gated by SiLU (SwiGLU); (…, hidden) → the same.
 
     Args:
         hidden: width of x.
-        num_heads: attention heads; divides ``hidden``.
-        mlp_ratio: inner width of the MLP over ``hidden``.
-        dropout: of the output of attention and MLP.
-        causal: whether a token only sees those before it.
-        num_blocks: blocks of the whole model; the deeper it is, the smaller the first steps of each.
+        inner: width in between.
+        gated: SwiGLU: silu(gate(x)) · up(x) instead of gelu(up(x)).
+        linear: how its projections are made.
     """
 
-    def __init__(
-        self, *, hidden: int, num_heads: int, mlp_ratio: int = 4, dropout: float = 0.0, causal: bool = True, num_blocks: int = 1
-    ) -> None:
+    def __init__(self, hidden: int, inner: int, *, gated: bool = False, linear: MakeLinear = nn.Linear) -> None:
         super().__init__()
-        self.num_blocks = num_blocks
-        self.attention_norm = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, num_heads, causal=causal)
-        self.mlp_norm = nn.LayerNorm(hidden)
-        self.mlp = MLP(hidden, mlp_ratio)
-        self.dropout = nn.Dropout(dropout)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        residual_std = INIT_STD / math.sqrt(2 * self.num_blocks)
-        for linear, std in (
-            (self.attention.qkv, INIT_STD),
-            (self.attention.out, residual_std),
-            (self.mlp.up, INIT_STD),
-            (self.mlp.down, residual_std),
-        ):
-            nn.init.normal_(linear.weight, std=std)
-            nn.init.zeros_(linear.bias)
-        self.attention_norm.reset_parameters()
-        self.mlp_norm.reset_parameters()
+        self.inner = inner
+        self.up: Any = linear(hidden, inner)
+        self.gate: Any = linear(hidden, inner) if gated else None
+        self.down: Any = linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.transform(x)
-
-    def transform(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The block on x (batch, seq, hidden); ``mask`` (batch, seq) bool is true where a token may be looked at."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
-        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if self.gate is None:
+            y: Tensor = self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+        else:
+            y = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return y
-
-    def cost(self, batch: int, seq: int) -> float:
-        hidden, inner = self.mlp.up.in_features, self.mlp.up.out_features
-        seen = seq / 2 if self.attention.causal else seq  # tokens that a token looks at, on average
-        return float(batch * seq * (2 * hidden * (4 * hidden + 2 * inner) + 4 * hidden * seen))
 
 
 class Head(Layer):
-    """Final LayerNorm and projection to logits: (batch, seq, hidden) → (batch, seq, vocab).
+    """Final norm and projection to logits: (batch, seq, hidden) → (batch, seq, vocab).
 
     When ``tied``, the projection's weight is the embedding's and is initialised by the embedding only.
     """
 
-    def __init__(self, *, hidden: int, vocab: int, tied: bool) -> None:
+    def __init__(self, *, hidden: int, vocab: int, tied: bool, norm: Norm | None = None) -> None:
         super().__init__()
         self.tied = tied
-        self.norm = nn.LayerNorm(hidden)
+        self.norm: Norm = nn.LayerNorm(hidden) if norm is None else norm
         self.projection = nn.Linear(hidden, vocab, bias=False)
         self.reset_parameters()
 
@@ -208,12 +172,25 @@ class Head(Layer):
         if not self.tied:
             nn.init.normal_(self.projection.weight, std=INIT_STD)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         logits: Tensor = self.projection(self.norm(x))
         return logits
 
+    def run(self, x: Any, context: Context, rows: Tensor) -> Tensor:
+        """What the last block gave, (tokens, hidden) → logits of the tokens ``rows``, (rows, vocab here)."""
+        logits: Tensor = self.projection(self.norm(x[rows]))
+        return logits
+
+    def split_dims(self) -> dict[str, int]:
+        return {"projection.weight": 0}
+
     def cost(self, batch: int, seq: int) -> float:
         return float(2 * batch * seq * self.projection.in_features * self.projection.out_features)
+
+
+def make_norm(kind: str, hidden: int, eps: float, *, bias: bool) -> Norm:
+    """A LayerNorm or RMSNorm of width ``hidden``."""
+    return nn.RMSNorm(hidden, eps) if kind == "rms" else nn.LayerNorm(hidden, eps, bias=bias)
 
 
 def check_tokens(tokens: Any) -> None:

@@ -9,11 +9,14 @@ from typing import Any, Final
 from wavetrain.errors import UnknownNameError
 from wavetrain.models.bert import BERT
 from wavetrain.models.config import ModelConfig
-from wavetrain.models.gpt import GPT
+from wavetrain.models.gpt import GPT, Ladder, Parallel
+from wavetrain.models.kraken import Kraken
 from wavetrain.models.layers import LayeredModel
 from wavetrain.models.uneven import Uneven
 
-MODELS: Final[Mapping[str, Callable[..., LayeredModel]]] = MappingProxyType({"gpt": GPT, "bert": BERT, "uneven": Uneven})
+MODELS: Final[Mapping[str, Callable[..., LayeredModel]]] = MappingProxyType(
+    {"gpt": GPT, "bert": BERT, "uneven": Uneven, "parallel": Parallel, "ladder": Ladder, "kraken": Kraken}
+)
 """Name to constructor."""
 
 

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from wavetrain.errors import InputError
-from wavetrain.models.layers import Block, Head, TokenEmbedding
+from wavetrain.models.blocks import Block, LadderBlock, ParallelBlock
+from wavetrain.models.layers import Head, TokenEmbedding
 from wavetrain.models.uneven import Widen
 
 
@@ -35,12 +36,12 @@ def parallelize_layer(layer: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise InputError(f"the mesh for tensor parallelism has {mesh.ndim} axes; give one axis of it, e.g. mesh['tp']")
     if isinstance(layer, (TokenEmbedding, Head, Widen)):
         return layer
-    if not isinstance(layer, Block):
+    if not isinstance(layer, Block) or isinstance(layer, ParallelBlock | LadderBlock):
         raise InputError(
             f"{type(layer).__name__} cannot be split over tp={mesh.size()} ranks: only the blocks of wavetrain's GPT, BERT and "
             "Uneven can (their embedding, widening and head stay whole on every rank); use tp=1"
         )
-    num_heads, inner, size = layer.attention.num_heads, layer.mlp.up.out_features, mesh.size()
+    num_heads, inner, size = layer.attention.kv_heads, layer.mlp.inner, mesh.size()
     if num_heads % size:
         raise InputError(f"{num_heads} heads cannot be split over tp={size} ranks; take a tp that divides {num_heads}")
     if inner % size:
@@ -52,5 +53,7 @@ def parallelize_layer(layer: nn.Module, mesh: DeviceMesh) -> nn.Module:
             "mlp.up": ColwiseParallel(),
             "mlp.down": RowwiseParallel(),
         }
+        if layer.mlp.gate is not None:
+            plan["mlp.gate"] = ColwiseParallel()
         parallelize_module(layer, mesh, plan)
     return layer

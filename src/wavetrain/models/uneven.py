@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from wavetrain.models.blocks import Block
 from wavetrain.models.config import ModelConfig
-from wavetrain.models.layers import INIT_STD, Block, Head, Layer, LayeredModel, TokenEmbedding
+from wavetrain.models.layers import INIT_STD, Head, Layer, LayeredModel, TokenEmbedding
 
 
 class Uneven(LayeredModel):

@@ -16,37 +16,27 @@ at fewer points, several minibatches each, down to one point: then a round is on
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Literal, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from wavetrain.errors import CheckpointError, DivergedError, InputError, UnknownNameError
-from wavetrain.optim.estimators import Judge, weights
-from wavetrain.optim.evaluation import Closure, evaluate, is_finite, with_index
+from wavetrain.errors import CheckpointError, InputError, UnknownNameError
+from wavetrain.optim.estimators import Judge
+from wavetrain.optim.evaluation import Closure, with_index
 from wavetrain.optim.flat import Flat
 from wavetrain.optim.fork import Fork
 from wavetrain.optim.history import History
 from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
-from wavetrain.optim.process import Prior, Process
-from wavetrain.optim.rounds import Round, Rounds
-from wavetrain.optim.team import Alone, Group, Shared, Team
+from wavetrain.optim.play import Play
+from wavetrain.optim.rounds import Rounds
+from wavetrain.optim.team import Alone, Group, Team
 
-Floats = NDArray[np.float64]
-
-NEAR: Final = 0.75
-"""A replayed step is taken while an evaluated point is within this share of the way from the round's start."""
 HISTORY: Final = {"auto": 20, "paper": 50}
-PAPER: Final = Prior(0.1, 1e-3, "matern52")
-"""Length scale (of points divided by the mean root of their norms) and noise of the published code."""
 SELECT: Final = ("last", "loss", "gradient")
 
 
@@ -217,7 +207,7 @@ class OptEx(Optimizer):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
         seed = self._team.agree((*self._flat.checksum(), self._round, self._pace.num_points), seed)
-        play = _Play(self, call, seed)
+        play = Play(self, call, seed)
         try:
             found = play.paper() if self.mode == "paper" else play.auto()
         except BaseException:
@@ -317,289 +307,6 @@ class OptEx(Optimizer):
                     f"the saved history is of another optimizer: {name} {there[name]}, here {value}; use the same parameters, "
                     "mode, parallel, history and distance_coordinates, or save with state_dict(history=False)"
                 )
-
-
-class _Play:
-    """One round of an :class:`OptEx`."""
-
-    def __init__(self, of: OptEx, closure: Callable[[int], Any], seed: int) -> None:
-        self.of, self.closure, self.seed = of, closure, seed
-        self._taken: list[int] = []
-        self._moved = False
-        self.flat, self.history = of._flat, of._history
-        self.estimate_seconds = self.evaluate_seconds = self.step_seconds = 0.0
-        self.has: tuple[bool, ...] = ()
-        """Which parameters got a gradient; until one is evaluated, all do."""
-
-    def auto(self) -> Round:
-        of, history = self.of, self.history
-        num_points = of._pace.num_points
-        new = self._taken = history.take_rows(num_points)
-        known, newest = list(history.rows), of._num_newest
-        begin = time.perf_counter()
-        process, name = of._judge.process(history), of._judge.best
-        told = name if name != "gp" or process is None else str(of._judge.prior)
-        self.estimate_seconds += time.perf_counter() - begin
-
-        def predict(squares: Floats) -> Floats | None:
-            return weights(name, process, history, known, newest, squares[known]) if known else None
-
-        predicted = self._propose(new, predict)
-        losses, good = self._evaluate(new)
-        if not good:
-            return self._skipped(losses, num_points)
-        begin = time.perf_counter()
-        history.close(good)
-        cosines, errors = self._compare(predicted, known, good)
-        of._judge.hear(history, known, process, newest, good)
-        process = of._judge.process(history) if known else None
-        of._num_newest = len(good)
-        self.estimate_seconds += time.perf_counter() - begin
-        accepted, drifts = self._replay(good, process)
-        rising = any(group.get("maximize", False) for group in of.param_groups)
-        of._pace.hear(accepted, [-loss if rising else loss for loss in losses if math.isfinite(loss)])
-        return self._told(told, losses, num_points, accepted, cosines, errors, drifts)
-
-    def paper(self) -> Round:
-        of, history = self.of, self.history
-        new = self._taken = history.take_rows(of.parallel)
-        known = list(history.rows)
-        begin = time.perf_counter()
-        process = None
-        if len(known) >= 2:
-            unit = float(np.sqrt(history.sizes[known]).mean()) or 1.0
-            process = Process(PAPER, history.between(known), unit, mean=False)
-        self.estimate_seconds += time.perf_counter() - begin
-
-        def predict(squares: Floats) -> Floats:
-            return np.zeros(len(known)) if process is None else process.weights(squares[known])
-
-        predicted = self._propose(new, predict)
-        losses, good = self._evaluate(new)
-        if not good:
-            return self._skipped(losses, len(new))
-        begin = time.perf_counter()
-        history.close(good)
-        cosines, errors = self._compare(predicted, known, good)
-        self.estimate_seconds += time.perf_counter() - begin
-        chosen = len(good) - 1
-        if of._select == "loss":
-            chosen = int(np.argmin(losses[: len(good)]))
-        elif of._select == "gradient":
-            chosen = int(np.argmin(history.products[good, good]))
-        self._rewind()
-        for at in range(chosen):  # the same way again, up to the point that was chosen
-            self._step(predicted[at], known)
-        self._step(np.ones(1), [good[chosen]])
-        self.flat.forget_gradients()
-        return self._told("gp" if process is not None else "zero", losses, len(new), chosen + 1, cosines, errors, ())
-
-    def _propose(self, new: list[int], predict: Callable[[Floats], Floats | None]) -> list[Floats | None]:
-        """Points to evaluate, each a step from the one before with what is predicted there; the predictions, as weights."""
-        of, flat, history = self.of, self.flat, self.history
-        known = list(history.rows)
-        begin = time.perf_counter()
-        of._fork.save()
-        flat.read(of._start)
-        self._moved = True
-        self.step_seconds += time.perf_counter() - begin
-        predicted: list[Floats | None] = []
-        for at, row in enumerate(new):
-            begin = time.perf_counter()
-            point = flat.read(of._work)
-            squares = history.squares_to(point)
-            history.put(row, point, squares)
-            if of._proposed is not None:
-                of._proposed[at].copy_(point)
-            last = at + 1 == len(new)
-            if not last:
-                predicted.append(predict(squares))
-            self.estimate_seconds += time.perf_counter() - begin
-            if not last and predicted[-1] is not None:
-                self._step(predicted[-1], known)
-        return predicted
-
-    def _evaluate(self, new: list[int]) -> tuple[list[float], list[int]]:
-        """The losses of all minibatches, and the rows whose gradients are numbers, up to the first that is not.
-
-        A minibatch whose loss or gradient is no number is left out of the mean at its point.
-        """
-        of, flat, history = self.of, self.flat, self.history
-        begin = time.perf_counter()
-        shared: dict[int, Shared] = {}
-        losses: list[float] = [math.nan] * of.parallel
-        good: list[int] = []
-        for at, row in enumerate(new):
-            indices = range(at, of.parallel, len(new))
-            if of._team.size is None:
-                flat.write(history.points[row] if of._proposed is None else of._proposed[at])
-            if of._team.size is not None and at == 0:  # ranks: all at once, each at the point of its own
-                shared = self._shared(new)
-            count = 0
-            for i in indices:
-                one = shared[i] if shared else of._team.share(self._one(i))[0]
-                losses[i] = one.loss
-                if not is_finite(one.loss, one.gradient):
-                    continue
-                self.has = tuple(a or b for a, b in zip(self.has or one.has, one.has, strict=True))
-                count += 1
-                if count == 1:
-                    of._mean.copy_(one.gradient)
-                else:
-                    of._mean.add_(one.gradient)
-            if not count:
-                break
-            history.gradients[row].copy_(of._mean.div_(count))
-            good.append(row)
-        of._has = self.has or of._has
-        history.drop(new[len(good) :])
-        self.evaluate_seconds += time.perf_counter() - begin
-        if of._scaler is not None:
-            _tell(of._scaler, overflowed=len(good) < len(new))
-        overflowed = of._scaler is not None and math.isfinite(losses[0])
-        if not good and not overflowed:
-            raise DivergedError(
-                f"round {of._round + 1}: no loss or gradient at its first point is a number (loss of minibatch 0: "
-                f"{losses[0]:g}); the parameters and the optimizer are as they were before the round",
-                step=of._round + 1,
-                ranks=(),
-            )
-        return losses, good
-
-    def _shared(self, new: list[int]) -> dict[int, Shared]:
-        """Every rank's minibatch, each evaluated where it belongs."""
-        of = self.of
-        mine = next(i for i in range(of.parallel) if of._team.mine(i))
-        at = mine % len(new)
-        self.flat.write(self.history.points[new[at]] if of._proposed is None else of._proposed[at])
-        return dict(enumerate(of._team.share(self._one(mine))))
-
-    def _one(self, index: int) -> Shared:
-        """One minibatch, where the parameters are; what goes wrong in the closure is kept, for the team to hear of it."""
-        of = self.of
-        scale = None if of._scaler is None else of._scaler.get_scale()
-        try:
-            done = evaluate(self.closure, index, self.seed + index, self.flat, of._work, scale)
-        except Exception as error:
-            return Shared(of._work, 0.0, (False,) * len(self.flat.parameters), error)
-        return Shared(of._work, done.loss, done.has)
-
-    def _skipped(self, losses: Sequence[float], num_points: int) -> Round:
-        """A round that overflowed in fp16: nothing is done, the scaler has been told."""
-        self.give_up()
-        return self._told("zero", losses, num_points, 0, (), (), ())
-
-    def give_up(self) -> None:
-        """Everything as it was before the round, but for the oldest pairs of the history."""
-        if self._moved:
-            self._rewind()
-        self.history.drop([row for row in self._taken if row not in self.history.rows])
-        self.flat.forget_gradients()
-
-    def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
-        """Steps from the start, as far as evaluated points are near: how many, and how near."""
-        of, flat, history = self.of, self.flat, self.history
-        self._rewind()
-        drifts: list[float] = []
-        accepted = 0
-        if len(good) == 1:
-            self._step_with(of._mean, math.sqrt(float(history.products[good[0], good[0]])))
-            accepted = 1
-        elif process is None:
-            self._step(np.full(len(good), 1 / len(good)), good)
-            accepted = 1
-        else:
-            for _ in good:
-                begin = time.perf_counter()
-                squares = history.squares_to(flat.read(of._work))
-                if accepted:
-                    moved = float(squares[good[0]])
-                    drifts.append(math.sqrt(float(squares[history.rows].min()) / moved) if moved > 0 else 0.0)
-                    if not drifts[-1] <= NEAR:
-                        break
-                found = process.weights(squares[history.rows])
-                self.estimate_seconds += time.perf_counter() - begin
-                self._step(found, history.rows)
-                accepted += 1
-        flat.forget_gradients()
-        return accepted, tuple(drifts)
-
-    def _rewind(self) -> None:
-        """Parameters and optimizer as they were when the round began."""
-        begin = time.perf_counter()
-        self.flat.write(self.of._start)
-        self.of._fork.restore()
-        self.step_seconds += time.perf_counter() - begin
-
-    def _step(self, found: Floats | None, rows: Sequence[int]) -> None:
-        """A step of the inner optimizer with a sum of kept gradients."""
-        assert found is not None
-        begin = time.perf_counter()
-        inner = self.history.products[np.ix_(rows, rows)]
-        norm = math.sqrt(max(0.0, float(found @ inner @ found)))
-        gradient = self.history.combine(found, rows, self.of._work)
-        self.estimate_seconds += time.perf_counter() - begin
-        self._step_with(gradient, norm)
-
-    def _step_with(self, gradient: Tensor, norm: float) -> None:
-        """A step of the inner optimizer with a gradient (d,) of this norm, which may be scaled down in place."""
-        of = self.of
-        begin = time.perf_counter()
-        if of._clip_norm is not None and norm > of._clip_norm:
-            gradient.mul_(of._clip_norm / norm)
-        self.flat.lend_gradients(gradient, self.has or of._has)
-        of.base.step()
-        self.step_seconds += time.perf_counter() - begin
-
-    def _compare(
-        self, predicted: Sequence[Floats | None], known: Sequence[int], good: Sequence[int]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Cosines and relative errors of what was predicted, from inner products."""
-        products = self.history.products
-        cosines, errors = [], []
-        for w, row in zip(predicted, good, strict=False):
-            if w is None:
-                continue
-            own, cross = float(products[row, row]), float(w @ products[row, known])
-            size = float(w @ products[np.ix_(known, known)] @ w)
-            cosines.append(cross / math.sqrt(own * size) if own > 0 and size > 0 else 0.0)
-            errors.append(math.sqrt(max(0.0, size - 2 * cross + own) / own) if own > 0 else 0.0)
-        return tuple(cosines), tuple(errors)
-
-    def _told(
-        self,
-        estimator: str,
-        losses: Sequence[float],
-        num_points: int,
-        accepted: int,
-        cosines: tuple[float, ...],
-        errors: tuple[float, ...],
-        drifts: tuple[float, ...],
-    ) -> Round:
-        return Round(
-            number=self.of._round + 1,
-            losses=tuple(losses),
-            estimator=estimator,
-            num_points=num_points,
-            num_accepted=accepted,
-            cosines=cosines,
-            relative_errors=errors,
-            drifts=drifts,
-            estimate_seconds=self.estimate_seconds,
-            evaluate_seconds=self.evaluate_seconds,
-            step_seconds=self.step_seconds,
-        )
-
-
-def _tell(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
-    """A scaler how the round went: down at once where a gradient was no number, up after as many good rounds as it says."""
-    tracked = scaler.state_dict()
-    if not tracked:
-        return
-    good = 0 if overflowed else tracked["_growth_tracker"] + 1
-    grown = good >= tracked["growth_interval"]
-    factor = tracked["backoff_factor"] if overflowed else tracked["growth_factor"] if grown else 1.0
-    scaler.load_state_dict({**tracked, "scale": tracked["scale"] * factor, "_growth_tracker": 0 if grown else good})
 
 
 def _whole(name: str, value: object, least: int) -> int:

@@ -149,7 +149,7 @@ def _start(
 
 def _rank(environment: Mapping[str, str], launcher_pid: int, main: Callable[..., Any], args: Sequence[Any]) -> None:
     """The whole life of a rank."""
-    _die_with(launcher_pid)
+    die_with(launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everyone in the terminal; the launcher sees to it
     _hold_interrupts(hold=False)
     os.environ.update(environment)
@@ -178,7 +178,7 @@ def _rank(environment: Mapping[str, str], launcher_pid: int, main: Callable[...,
     os._exit(code)
 
 
-def _die_with(launcher_pid: int) -> None:
+def die_with(launcher_pid: int) -> None:
     """Have the kernel kill this process when the launcher is gone, even by SIGKILL. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

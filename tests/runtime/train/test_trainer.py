@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from wavetrain.cli.train import Settings, draw_run
-from wavetrain.errors import CheckpointError, DivergedError, InputError, UnknownNameError
+from wavetrain.errors import DivergedError, InputError, UnknownNameError
 from wavetrain.runtime import checkpoint
 from wavetrain.runtime.train import setup
 from wavetrain.runtime.train.config import TrainConfig, merge_settings, read_plan, saved_settings
-from wavetrain.runtime.train.generate import generate_text, load_model, sample
 from wavetrain.runtime.train.metrics import MetricsFile, read_metrics
 from wavetrain.runtime.train.progress import clock
 from wavetrain.runtime.train.report import measured_costs
@@ -77,7 +76,6 @@ def test_a_run_leaves_metrics_pictures_and_a_checkpoint(finished: tuple[Path, di
         "step-00000006",
     ]
     checkpoint.verify(out / "checkpoints")
-    assert result["sample"].startswith("def ")
     json.dumps(result, allow_nan=False)
 
 
@@ -201,7 +199,6 @@ def test_other_models_and_loggers(model: str, tmp_path: Path) -> None:
     wide: dict[str, Any] = {"wide_layers": 1} if model == "uneven" else {}
     result = train(TrainConfig(**SMALL | {"steps": 2}, **wide, model=model, out=str(tmp_path), log=("tensorboard",)))
     assert result["loss"] == pytest.approx(math.log(256), abs=0.5)
-    assert "sample" not in result
     assert list((tmp_path / "tensorboard").iterdir())
 
 
@@ -220,21 +217,6 @@ def test_data_of_files_too_short_to_hold_something_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("wave after wave " * 4)
     result = train(TrainConfig(**SMALL | {"steps": 2}, out=str(tmp_path / "out"), data=(str(tmp_path / "a.txt"),)))
     assert result["validation_loss"] is None
-
-
-def test_text_from_a_checkpoint(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder = finished[0] / "checkpoints"
-    assert generate_text(folder, "import ", num_bytes=9, seed=3) == generate_text(folder, "import ", num_bytes=9, seed=3)
-    model, prompt = load_model(folder), torch.tensor([100, 101, 102])
-    with torch.no_grad():
-        likeliest = model(prompt[None])[0, -1].argmax()
-    grown = sample(model, prompt, num_tokens=30, max_length=16, temperature=0)
-    assert grown.shape == (33,)
-    assert grown[3] == likeliest
-    with pytest.raises(InputError, match="prompt is empty"):
-        generate_text(folder, "")
-    with pytest.raises(CheckpointError):
-        load_model(tmp_path)
 
 
 def test_a_plan_file(tmp_path: Path) -> None:

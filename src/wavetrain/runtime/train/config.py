@@ -14,12 +14,19 @@ from typing import Any, Final, get_type_hints
 from wavetrain.errors import FormatError, InputError, UnknownNameError, require_keys
 from wavetrain.files import parse_toml, read_text
 from wavetrain.models.config import ModelConfig
+from wavetrain.models.sizes import kraken_like
 
 LOGGERS: Final = ("tensorboard", "wandb")
 """Where metrics can go beside the file."""
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 
-_MODEL: Final = ("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads")
+_STYLE: Final = ("kv_heads", "head_dim", "inner", "positions", "norm", "mlp", "bias")
+_MODEL: Final = (
+    *("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads"),
+    *("degree", "kraken", *_STYLE),
+)
+KRAKENS: Final = ("modern", "paper", "exact")
+"""How a Kraken is sized: as the GPT of the same flags, in either mode, or by the flags themselves."""
 _PLAN: Final = ("schedule", "waves", "stages_per_rank", "growth", "cut")
 TABLES: Final = ("plan", "ranks", "costs", "train")
 """Of a plan file."""
@@ -33,7 +40,7 @@ class TrainConfig:
     out: str
     """The run's directory: metrics, checkpoints and pictures."""
     model: str = "gpt"
-    """gpt, bert or uneven."""
+    """gpt, bert, uneven, kraken, parallel or ladder."""
     layers: int = 8
     """Transformer blocks; of an uneven model, the narrow ones."""
     hidden: int = 256
@@ -50,6 +57,24 @@ class TrainConfig:
     """Uneven model: width after the widening."""
     wide_heads: int | None = None
     """Uneven model: heads of the wide blocks."""
+    degree: int | None = None
+    """Kraken: sub-layers a block, the most ranks that can serve it. Default: 2."""
+    kraken: str | None = None
+    """Kraken: ``modern`` or ``paper``, as many parameters as the GPT of the same flags; ``exact``: the flags as they are."""
+    kv_heads: int | None = None
+    """Decoders: heads of keys and values. Default: heads."""
+    head_dim: int | None = None
+    """Decoders: width of a head. Default: hidden / heads."""
+    inner: int | None = None
+    """Decoders: inner width of the MLP. Default: 4 · hidden."""
+    positions: str | None = None
+    """Decoders: learned or rotary."""
+    norm: str | None = None
+    """Decoders: layer or rms."""
+    mlp: str | None = None
+    """Decoders: gelu or swiglu."""
+    bias: bool | None = None
+    """Decoders: whether linear layers and norms have biases. Default: of gpt only."""
     data: tuple[str, ...] = ()
     """Text files, .bin or .npy token files, or directories. Default: the sources of Python's standard library, byte by byte."""
     data_dtype: str = "uint16"
@@ -118,7 +143,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "dp", "tp", "keep", "validation_batches"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("vocab", "batch", "ranks", "waves", "stages_per_rank", "micro_batches", "steps"):
+        for name in ("vocab", "batch", "ranks", "waves", "stages_per_rank", "micro_batches", "steps", "degree"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for name in ("warmup", "seed", "validate_every", "checkpoint_every"):
@@ -155,18 +180,27 @@ class TrainConfig:
 
     def model_config(self) -> ModelConfig:
         """The model's shape."""
-        return ModelConfig(
-            name=self.model,
-            num_layers=self.layers,
-            hidden=self.hidden,
-            num_heads=self.heads,
-            vocab=self.vocab if self.vocab is not None else 257 if self.model == "bert" else 256,
-            max_length=self.seq,
-            dropout=self.dropout,
-            wide_layers=self.wide_layers,
-            wide_hidden=self.wide_hidden,
-            wide_heads=self.wide_heads,
-        )
+        style = {key: getattr(self, key) for key in _STYLE if getattr(self, key) is not None}
+        common: dict[str, Any] = {
+            "num_layers": self.layers,
+            "hidden": self.hidden,
+            "num_heads": self.heads,
+            "vocab": self.vocab if self.vocab is not None else 257 if self.model == "bert" else 256,
+            "max_length": self.seq,
+            "dropout": self.dropout,
+        }
+        if self.model != "kraken":
+            if self.kraken is not None:
+                raise InputError(f"kraken = {self.kraken!r} belongs to the model 'kraken', not to {self.model!r}; leave it out")
+            wide = {key: getattr(self, key) for key in ("wide_layers", "wide_hidden", "wide_heads")}
+            return ModelConfig(name=self.model, **common, **wide, degree=self.degree, **style)
+        degree = self.degree if self.degree is not None else 2
+        mode = self.kraken or "modern"
+        if mode not in KRAKENS:
+            raise UnknownNameError("kraken", mode, KRAKENS)
+        if mode == "exact":
+            return ModelConfig(name="kraken", degree=degree, **common, **style)
+        return kraken_like(ModelConfig(**common), degree=degree, mode=mode, **style)
 
     def resolved(self, *, num_layers: int, takes_waves: bool, num_micro_batches: int | None = None) -> TrainConfig:
         """The same with every choice made.

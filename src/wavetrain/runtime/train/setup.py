@@ -40,6 +40,8 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
     """
     check_loggers(config.log)
     shape = config.model_config()
+    if config.tp > 1 and shape.name not in ("gpt", "bert", "uneven"):
+        raise InputError(f"tp={config.tp}: in training only the blocks of gpt, bert and uneven are shared by ranks; take tp=1")
     for heads in (shape.num_heads, shape.wide_heads or shape.num_heads):
         if heads % config.tp:
             raise InputError(f"{heads} heads cannot be split over tp={config.tp} ranks; take a tp that divides {heads}")

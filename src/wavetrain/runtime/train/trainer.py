@@ -37,7 +37,6 @@ from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.pipeline import Pipeline
 from wavetrain.runtime.scaling import LossScale
 from wavetrain.runtime.train.config import TrainConfig
-from wavetrain.runtime.train.generate import generate_text
 from wavetrain.runtime.train.metrics import METRICS_FILE, Sink, open_sinks
 from wavetrain.runtime.train.progress import Display, open_display
 from wavetrain.runtime.train.report import gather_timelines, loss_curves, step_figures
@@ -196,8 +195,6 @@ class _Trainer:
             if draw is not None:
                 title = f"{self.config.model} on {self.config.ranks} ranks, {self.pipe.schedule.name}"
                 figures |= draw(self.out, pair, loss_curves(metrics), title)
-            if not stopped and self.config.model == "gpt" and self.config.vocab in (None, 256):
-                figures["sample"] = generate_text(self.config.checkpoints, self.config.prompt, seed=self.config.seed)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
     def _resume(self) -> None:
