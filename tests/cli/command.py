@@ -64,3 +64,11 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     except ProcessLookupError:
         return process.returncode, out, err
     raise AssertionError("a process outlived Ctrl-C")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.command import alive
 from tests.serve.test_llm import MODELS, PROMPTS, scattered
 from wavetrain import LLM, SamplingParams
 from wavetrain.errors import RuntimeFailure
@@ -105,16 +106,9 @@ def test_workers_end_with_their_rank_0(folders: Path, tmp_path: Path) -> None:
         )
         worker = int(run.stdout.split()[-1])
         until = time.monotonic() + 20
-        while _alive(worker):
+        while alive(worker):
             assert time.monotonic() < until, "a worker outlived its rank 0"
             time.sleep(0.1)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_under_torchrun(folders: Path, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class Sharing:
 
     counts: tuple[int, ...]
     """Parts of its blocks that each rank holds: sub-layers of a Kraken, one each of any other."""
+    whole_head: bool = False
+    """Whether every rank computes the logits of all tokens: to the bit those of one rank."""
 
     @property
     def size(self) -> int:
@@ -40,6 +42,8 @@ class Sharing:
 
     def vocabulary(self, vocab: int, rank: int) -> slice:
         """The tokens whose logits a rank computes; the last rank may have fewer."""
+        if self.whole_head:
+            return slice(0, vocab)
         each = -(-vocab // self.size)
         return slice(min(vocab, each * rank), min(vocab, each * (rank + 1)))
 

@@ -25,6 +25,7 @@ class KVCache:
         kv_heads: on this rank, of all its sub-layers.
         head_dim: width of a head.
         max_length: the longest sequence.
+        one_by_one: attend in every sub-layer on its own: how a kernel adds up may depend on how many heads it is given.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class KVCache:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        one_by_one: bool = False,
     ) -> None:
         self.max_length = max_length
+        self._one_by_one = one_by_one
         self._store = torch.zeros(
             num_blocks, 2, num_rows, kv_heads, min(_FIRST_CAPACITY, max_length), head_dim, dtype=dtype, device=device
         )
@@ -59,14 +62,15 @@ class KVCache:
             grown = self._store.new_zeros(shape)
             grown[:, :, :, :, :capacity] = self._store
             self._store = grown
-        return StepAttention(self._store, step)
+        return StepAttention(self._store, step, one_by_one=self._one_by_one)
 
 
 class StepAttention:
     """Attention of one step; ``block`` says whose keys and values are meant."""
 
-    def __init__(self, store: Tensor, step: Step) -> None:
+    def __init__(self, store: Tensor, step: Step, *, one_by_one: bool = False) -> None:
         self.block = 0
+        self._one_by_one = one_by_one
         self._store = store
         self._rows = step.rows
         self._decodes = step.decodes
@@ -84,14 +88,17 @@ class StepAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Q (tokens, heads, head_dim), k, v (tokens, kv heads, head_dim), or those of sub-layers, stacked before; as q."""
-        if q.dim() == 3:
-            return self._attend(q, k, v)
-        streams = len(q)
-        folded = [part.transpose(0, 1).flatten(1, 2) for part in (q, k, v)]  # (tokens, streams · heads, head_dim)
-        return torch.unflatten(self._attend(*folded), 1, (streams, -1)).transpose(0, 1)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._store[self.block]  # each (rows, kv heads, capacity, head_dim)
+        if q.dim() == 3:
+            return self._attend(q, k, v, keys, values)
+        streams = len(q)
+        if self._one_by_one:
+            heads = zip(keys.chunk(streams, 1), values.chunk(streams, 1), strict=True)
+            return torch.stack([self._attend(q[i], k[i], v[i], *own) for i, own in enumerate(heads)])
+        folded = [part.transpose(0, 1).flatten(1, 2) for part in (q, k, v)]  # (tokens, streams · heads, head_dim)
+        return torch.unflatten(self._attend(*folded, keys, values), 1, (streams, -1)).transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self._decodes:
             return self._decode(q, k, v, keys, values)
         parts, first = [], 0

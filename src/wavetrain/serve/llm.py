@@ -12,6 +12,7 @@ makes the same calls: rank 0's prompts count, the others follow it and get nothi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ class LLM:
         tokenizer: a ``tokenizer.json``, or ``"bytes"``; None: the one beside the weights, or bytes.
         max_model_len: the longest sequence, prompt and new tokens; None: the model's own.
         max_num_seqs: sequences that run at once; others wait for a place.
-        deterministic: add up in a fixed order: the same bits on any number of ranks, for more traffic.
+        deterministic: add up in a fixed order, with one thread a rank: the same bits on any number of ranks, for more traffic.
         seed: of draws whose prompt names none.
         timeout_seconds: how long a rank may be silent within a step.
         stats: measure how long every sum over ranks was hidden and waited for; see :meth:`stats`.
@@ -91,31 +92,29 @@ class LLM:
             device=device,
         )
         self._workers: Workers | None = None
-        self._follows, self._under_torchrun = False, False
-        self._ended: Callable[[], Any] = lambda: None
+        self._follows, self._under_torchrun = False, size > 1 and world is not None
         store, rank = None, 0
-        if size > 1 and world is not None:
+        met: list[Solo | Team] = []
+        threads = torch.get_num_threads()
+        own = 1 if deterministic else threads if self._under_torchrun else max(1, threads // size)
+        if self._under_torchrun:
             store, rank, _ = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
-            self._under_torchrun = True
         elif size > 1:
             source = open_source(model)  # what is wrong with it is said before processes are started
             share(source.config, size, request.shares)
             open_tokenizer(tokenizer, source.folder, source.config.vocab)
             del source
-            threads = max(1, torch.get_num_threads() // size)
-            torch.set_num_threads(threads)
-            self._workers = Workers(size, {"request": request.__dict__}, threads=threads)
-            self._ended = weakref.finalize(self, _end, self._workers, None)
+            self._workers = Workers(size, {"request": request.__dict__}, threads=own)
             store = self._workers.store
+        self._ended = weakref.finalize(self, _end, self._workers, met, threads)
+        torch.set_num_threads(own)
         try:
             part = Part.load(request, store, rank=rank, size=size, local=not self._under_torchrun)
         except (PeerLostError, RuntimeFailure) as error:
             raise self._cause(error) from None
         self._team, self._runner, self.max_model_len = part.team, part.runner, part.max_length
         self.config = part.source.config
-        if self._workers is not None:
-            self._ended()
-            self._ended = weakref.finalize(self, _end, self._workers, self._team)
+        met.append(self._team)
         if stats and isinstance(self._team, Team):
             self._team.traffic = Traffic()
         self._follows = rank > 0
@@ -187,8 +186,6 @@ class LLM:
     def close(self) -> None:
         """End the other ranks. A closed model cannot generate."""
         self._ended()
-        if self._under_torchrun:
-            self._team.close()
 
     def __enter__(self) -> Self:
         return self
@@ -228,16 +225,16 @@ class LLM:
         return found or error
 
 
-def _end(workers: Workers, team: Solo | Team | None) -> None:
-    """Tell the workers to stop, and see that they do."""
-    if team is not None:
-        try:
-            team.send_step(None)
-            workers.end()
-        except (PeerLostError, RuntimeError):
-            pass
-    workers.end(0)
-    if team is not None:
+def _end(workers: Workers | None, met: list[Solo | Team], threads: int) -> None:
+    """Tell the workers to stop, see that they do, and give this process its threads back."""
+    torch.set_num_threads(threads)
+    if workers is not None:
+        for team in met:
+            with contextlib.suppress(PeerLostError):
+                team.send_step(None)
+                workers.end()
+        workers.end(0)
+    for team in met:
         team.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not in its __all__
@@ -55,7 +55,7 @@ class Part:
         source = open_source(request.path)
         config = source.config
         counts = None if request.shares is None else tuple(request.shares)
-        sharing = share(config, size, counts)
+        sharing = replace(share(config, size, counts), whole_head=request.deterministic)
         max_length = request.max_length or config.max_length
         if max_length > config.max_length and config.positions == "learned":
             raise InputError(f"max_model_len is {max_length}, but the model has learned {config.max_length} positions")
@@ -75,5 +75,7 @@ class Part:
                 local=local,
                 device=device,
             )
-        runner = Runner(model, sharing, team, max_rows=request.max_rows, max_length=max_length)
+        runner = Runner(
+            model, sharing, team, max_rows=request.max_rows, max_length=max_length, deterministic=request.deterministic
+        )
         return cls(source, team, runner, max_length)

@@ -26,9 +26,19 @@ class Runner:
         team: the ranks.
         max_rows: sequences that run at once.
         max_length: the longest sequence.
+        deterministic: the same bits however many sub-layers this rank holds.
     """
 
-    def __init__(self, model: LayeredModel, sharing: Sharing, team: Solo | Team, *, max_rows: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        sharing: Sharing,
+        team: Solo | Team,
+        *,
+        max_rows: int,
+        max_length: int,
+        deterministic: bool = False,
+    ) -> None:
         self._model, self._team = model, team
         self._blocks: list[Any] = list(model)[1:-1]
         shape = DecoderShape(model.config)
@@ -45,6 +55,7 @@ class Runner:
             max_length=max_length,
             dtype=weight.dtype,
             device=weight.device,
+            one_by_one=deterministic,
         )
 
     @torch.inference_mode()

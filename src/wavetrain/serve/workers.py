@@ -118,7 +118,10 @@ def work(orders: Mapping[str, Any]) -> None:
 
 def main() -> int:
     """Read the orders and follow them."""
-    orders = json.loads(sys.stdin.buffer.read())
+    told = sys.stdin.buffer.read()
+    if not told:
+        return 1  # rank 0 was gone before it could say anything
+    orders = json.loads(told)
     die_with(int(orders["parent"]))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:

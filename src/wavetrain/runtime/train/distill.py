@@ -70,7 +70,7 @@ def distill(
         nn.utils.clip_grad_norm_(student.parameters(), how.clip)
         optimizer.step()
         optimizer.zero_grad()
-        loss = float(cost)
+        loss = float(cost.detach())
         if not math.isfinite(loss):
             raise DivergedError(f"the loss is {loss} at step {step + 1}; lower the learning rate", step=step + 1, ranks=(0,))
         if on_step is not None:
