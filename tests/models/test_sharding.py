@@ -34,9 +34,6 @@ class Thread:
     def __init__(self, rank: int, size: int, desk: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._desk, self._barrier = rank, size, desk, barrier
 
-    def num_pieces(self, num_tokens: int) -> int:
-        return 2
-
     def start_sum(self, parts: Tensor, *, scratch: bool = False) -> Any:
         own, ranks = ordered_sum(parts).clone(), self
 

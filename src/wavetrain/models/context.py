@@ -11,7 +11,7 @@ A sum over ranks is *started* and *waited for*: a block that has other work in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,16 +41,6 @@ class Done:
         return self.value
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Sums of the pieces of one value, along its tokens."""
-
-    pieces: Sequence[Pending]
-
-    def wait(self) -> Tensor:
-        return torch.cat([piece.wait() for piece in self.pieces], -2)
-
-
 class Ranks(Protocol):
     """The ranks that hold a model together."""
 
@@ -59,10 +49,6 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int: ...
-
-    def num_pieces(self, num_tokens: int) -> int:
-        """Into how many pieces a block should cut its tokens so that sums of the first travel while it computes the next."""
-        ...
 
     def start_sum(self, parts: Tensor, *, scratch: bool = False) -> Pending:
         """Begin to add up (parts here, …) over this rank's parts, in their order, and over all ranks → (…).
@@ -77,9 +63,6 @@ class Alone:
 
     size = 1
     rank = 0
-
-    def num_pieces(self, num_tokens: int) -> int:
-        return 1
 
     def start_sum(self, parts: Tensor, *, scratch: bool = False) -> Done:
         return Done(ordered_sum(parts))

@@ -20,12 +20,11 @@ import math
 from functools import partial
 from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from wavetrain.models.attention import Attention
 from wavetrain.models.config import DecoderShape, ModelConfig, Style
-from wavetrain.models.context import Alone, Context, Pending, Pieces, Ranks, whole_sequences
+from wavetrain.models.context import Alone, Context, Pending, Ranks, whole_sequences
 from wavetrain.models.gpt import decoder_embedding
 from wavetrain.models.layers import INIT_STD, MLP, Head, Layer, LayeredModel, make_norm
 from wavetrain.models.sizes import kraken_like
@@ -154,8 +153,8 @@ class KrakenBlock(Layer):
     def run(self, stream: Streams, context: Context) -> Streams:
         """The sub-layers of this rank, in any context: (N here, …, hidden) → the same.
 
-        Among several ranks, x comes with the sum over its streams, which was started as soon as x was there, and x' leaves with
-        its own, started piece by piece.
+        Among several ranks, x comes with the sum over its streams, which was started as soon as x was there, and leaves with the
+        next.
         """
         x, total = stream if isinstance(stream, tuple) else (stream, None)
         if self.first:
@@ -165,19 +164,8 @@ class KrakenBlock(Layer):
         y = self.dropout(self.attention(self.attention_norm(x), context))
         x = x + y
         seen = x if total is None else total.wait() + y
-        if self.last or context.ranks.size == 1:
-            whole: Tensor = x + self._mlp(seen)
-            return whole
-        pieces, sums = [], []
-        num = context.ranks.num_pieces(x.shape[-2])
-        for part, part_seen in zip(x.chunk(num, -2), seen.chunk(num, -2), strict=True):
-            pieces.append(part + self._mlp(part_seen))
-            sums.append(context.ranks.start_sum(pieces[-1]))
-        return (pieces[0], sums[0]) if len(pieces) == 1 else (torch.cat(pieces, -2), Pieces(sums))
-
-    def _mlp(self, seen: Tensor) -> Tensor:
-        branch: Tensor = self.dropout(self.mlp(self.mlp_norm(seen)))
-        return branch
+        x = x + self.dropout(self.mlp(self.mlp_norm(seen)))
+        return x if self.last or context.ranks.size == 1 else (x, context.ranks.start_sum(x))
 
     def split_dims(self) -> dict[str, int]:
         return {name: 0 for name, _ in self.named_parameters()}

@@ -95,8 +95,8 @@ class StepAttention:
         if self._one_by_one:
             heads = zip(keys.chunk(streams, 1), values.chunk(streams, 1), strict=True)
             return torch.stack([self._attend(q[i], k[i], v[i], *own) for i, own in enumerate(heads)])
-        folded = [part.transpose(0, 1).flatten(1, 2) for part in (q, k, v)]  # (tokens, streams · heads, head_dim)
-        return torch.unflatten(self._attend(*folded, keys, values), 1, (streams, -1)).transpose(0, 1)
+        q, k, v = (part.transpose(0, 1).flatten(1, 2) for part in (q, k, v))  # (tokens, streams · heads, head_dim)
+        return torch.unflatten(self._attend(q, k, v, keys, values), 1, (streams, -1)).transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self._decodes:

@@ -27,8 +27,6 @@ from wavetrain.serve import steps
 from wavetrain.serve.sampling import Candidates, merge
 from wavetrain.serve.steps import Step
 
-LEAST_TO_CUT: Final = 64
-"""Tokens of a step from which on a block computes them in two pieces, so that the first one's sum is under way earlier."""
 _FOR_EVER: Final = timedelta(days=365)
 
 
@@ -145,10 +143,6 @@ class Team:
         if self.traffic is not None:
             self.traffic.begin_step()
 
-    def num_pieces(self, num_tokens: int) -> int:
-        """Two, where a piece is still a product worth its own call; one, where bits must not depend on it."""
-        return 2 if num_tokens >= LEAST_TO_CUT and not self._deterministic else 1
-
     def start_sum(self, parts: Tensor, *, scratch: bool = False) -> Pending:
         """Begin to add up (parts here, …) over all ranks; ``scratch``: ``parts`` may be overwritten."""
         if self._deterministic:
@@ -196,6 +190,12 @@ class Team:
             Candidates(got[:, :most].float(), got[:, most : 2 * most].clamp(min=0).long(), got[:, -1].float()) for got in every
         ]
         return merge(parts, num)
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of what all ranks say they took."""
+        longest = torch.tensor([seconds], dtype=torch.float64)
+        self._wait_for(self._control.allreduce, [longest], _max_options())
+        return float(longest)
 
     def send_step(self, step: Step | None) -> None:
         """Rank 0: tell the others what comes next; None: nothing more."""
