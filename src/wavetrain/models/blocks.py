@@ -19,6 +19,7 @@ from wavetrain.models.attention import Attention
 from wavetrain.models.config import DecoderShape, ModelConfig
 from wavetrain.models.context import Context, Done, Pending, whole_sequences
 from wavetrain.models.layers import INIT_STD, MLP, Head, Layer, make_norm
+from wavetrain.models.linear import Linear
 
 
 class Block(Layer):
@@ -61,7 +62,7 @@ class Block(Layer):
         config = shape.config
 
         def linear(inputs: int, outputs: int) -> nn.Module:
-            return nn.Linear(inputs, outputs, bias=bias)
+            return Linear(inputs, outputs, bias=bias)
 
         self.attention_norm = make_norm(str(config.norm), config.hidden, shape.norm_eps, bias=bias)
         self.attention = Attention(

@@ -21,6 +21,7 @@ from wavetrain.errors import InputError
 from wavetrain.models.attention import MakeLinear
 from wavetrain.models.config import ModelConfig
 from wavetrain.models.context import Context
+from wavetrain.models.linear import Linear
 
 INIT_STD: Final = 0.02
 """Standard deviation of GPT-2's initial weights; those that write to the residual stream have 1/√(2·blocks) of it."""
@@ -164,7 +165,7 @@ class Head(Layer):
         super().__init__()
         self.tied = tied
         self.norm: Norm = nn.LayerNorm(hidden) if norm is None else norm
-        self.projection = nn.Linear(hidden, vocab, bias=False)
+        self.projection: nn.Linear = Linear(hidden, vocab, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, rms_norm
+from torch.nn.functional import layer_norm, rms_norm
+
+from wavetrain.models.linear import FEW_ROWS, product
 
 
 class StackedLinear(nn.Module):
@@ -28,9 +30,11 @@ class StackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         num, outputs, _ = self.weight.shape
         if num == 1:
-            return linear(x[0], self.weight[0])[None]
+            return product(x[0], self.weight[0])[None]
         if torch.is_grad_enabled():
             return torch.bmm(x.flatten(1, -2), self.weight.mT).view(num, *x.shape[1:-1], outputs)
+        if x[0].numel() <= FEW_ROWS * x.shape[-1]:
+            return torch.stack([product(part, weight) for part, weight in zip(x, self.weight, strict=True)])
         y = x.new_empty(num, *x.shape[1:-1], outputs)
         for part, weight, out in zip(x, self.weight, y, strict=True):
             torch.mm(part.flatten(0, -2), weight.mT, out=out.view(-1, outputs))

@@ -10,6 +10,10 @@ from wavetrain.serve.sampling import Candidates, SamplingParams
 from wavetrain.serve.tokenizers import Tokenizer
 
 
+LONGEST_CHARACTER = 4
+"""Bytes of a character, and so tokens that may stand for one; what is none after so many will not become one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """What was generated for one prompt."""
@@ -53,7 +57,7 @@ class Text:
         """Add a token."""
         self._tokens.append(token)
         added = self._unread()
-        if not added or added.endswith("\ufffd"):
+        if not added or (added.endswith("\ufffd") and len(self._tokens) - self._read < LONGEST_CHARACTER):
             return  # in the middle of a character
         before = len(self._text)
         self._text += added
