@@ -79,7 +79,7 @@ def _against_transformers(batches: tuple[int, ...], quick: bool, notes: list[str
     shape: dict[str, Any] = {"num_layers": 12, "hidden": 768, "num_heads": 12, "vocab": 50257, "max_length": 1024}
     if quick:
         shape = {"num_layers": 2, "hidden": 64, "num_heads": 4, "vocab": 300, "max_length": 64}
-    prompt, new, repeats = (8, 6, 1) if quick else (64, 64, 5)
+    prompt, new, repeats = (8, 6, 1) if quick else (32, 64, 3)
     torch.manual_seed(0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,6 @@ import torch
 from wavetrain.serve.sampling import Candidates, SamplingParams
 from wavetrain.serve.tokenizers import Tokenizer
 
-
 LONGEST_CHARACTER = 4
 """Bytes of a character, and so tokens that may stand for one; what is none after so many will not become one."""
 
