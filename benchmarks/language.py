@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from wavetrain.data.batches import Batches
-from wavetrain.data.corpus import stdlib_corpus
-from wavetrain.data.tokens import TextData
+from wavetrain.data.tokens import open_data
 from wavetrain.models.config import ModelConfig
 from wavetrain.models.registry import build_model
 from wavetrain.runtime.train.distill import Distillation, distill, mean_loss
@@ -44,7 +43,7 @@ class Lesson:
 def parts(text: str, seq: int) -> tuple[Any, Any, str]:
     """What is trained on, what is held out, and what it is called; without the file, the embedded corpus."""
     file = DATA / "text" / f"{text}.txt"
-    data: Any = TextData([file]) if file.exists() else stdlib_corpus()
+    data = open_data([file] if file.exists() else None)
     kept, held_out = data.split(HELD_OUT)
     return kept, held_out, text if file.exists() else "Python's standard library"
 

@@ -11,7 +11,7 @@ from wavetrain.models.linear import Linear, product
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 7, 63, 64, 65, 200, 16_390]), st.booleans(), st.integers(1, 2))
+@given(st.integers(1, 70), st.sampled_from([1, 40]), st.sampled_from([1, 7, 65, 6_600, 16_390]), st.booleans(), st.integers(1, 2))
 def test_a_product_is_a_product(rows: int, inputs: int, outputs: int, biased: bool, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

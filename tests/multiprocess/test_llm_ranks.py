@@ -16,8 +16,9 @@ import pytest
 from tests.cli.command import alive
 from tests.serve.test_llm import MODELS, PROMPTS, scattered
 from wavetrain import LLM, SamplingParams
-from wavetrain.errors import RuntimeFailure
+from wavetrain.errors import InputError, RuntimeFailure
 from wavetrain.models.folders import save_folder
+from wavetrain.serve.workers import Workers
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -91,6 +92,46 @@ def test_a_rank_that_dies_while_generating(folders: Path) -> None:
     llm.close()
 
 
+def test_a_rank_that_dies_while_it_loads(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Workers.__init__
+
+    def kill_at_once(self: Workers, *args: Any, **options: Any) -> None:
+        started(self, *args, **options)
+        os.kill(self._processes[0].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Workers, "__init__", kill_at_once)
+    with pytest.raises(RuntimeFailure, match="rank 1 was killed by signal 9"):
+        LLM(folders / "kraken", tensor_parallel_size=2)
+
+
+def test_an_interrupted_step_ends_all(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C between two sums: the other rank waits for a sum that will never come, and hears of nothing."""
+    llm = LLM(folders / "kraken", tensor_parallel_size=2)
+    assert llm._workers is not None
+    worker = llm._workers._processes[0].pid
+
+    def interrupted(step: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._runner, "run", interrupted)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("wave")
+    assert time.monotonic() - begin < 60
+    assert not alive(worker)
+    with pytest.raises(InputError, match="closed, or a rank of it has failed"):
+        llm.generate("wave")
+
+
+def test_made_in_a_thread_that_ends(folders: Path) -> None:
+    made: list[LLM] = []
+    thread = threading.Thread(target=lambda: made.append(LLM(folders / "kraken", tensor_parallel_size=2)))
+    thread.start()
+    thread.join()
+    with made[0] as llm:
+        assert llm.generate("wave", HOW)
+
+
 def test_workers_end_with_their_rank_0(folders: Path, tmp_path: Path) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(
@@ -116,6 +157,12 @@ def test_under_torchrun(folders: Path, tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, wavetrain as wt\n"
         "llm = wt.LLM(sys.argv[1])\n"
+        "llm.close()\n"
+        "llm = wt.LLM(sys.argv[1])\n"  # a second meeting
+        "if os.environ['RANK'] == '0':\n"
+        "    try: llm.generate('')\n"
+        "    except ValueError: pass\n"
+        "else: llm.generate('')\n"  # ends when rank 0's call has
         "for prompt in ('wave', 'train'):\n"
         "    found = llm.generate(prompt, wt.SamplingParams(max_tokens=5, temperature=0))\n"
         "    if os.environ['RANK'] == '0': print(found[0].outputs[0].token_ids, flush=True)\n"

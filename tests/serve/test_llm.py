@@ -123,6 +123,26 @@ def test_stopping(folders: Path) -> None:
         assert llm.generate("wave", GREEDY)[0].outputs[0] == whole
 
 
+def test_streams_and_calls_side_by_side(folders: Path) -> None:
+    with LLM(folders / "gpt") as llm:
+        whole = llm.generate("wave", GREEDY)[0].outputs[0].text
+        open_stream = llm.stream("wave", GREEDY)
+        begun = next(open_stream)
+        llm.generate("train", GREEDY)
+        assert begun + "".join(open_stream) == whole
+    with pytest.raises(InputError, match="closed"):
+        llm.generate("wave")
+
+
+def test_threads_are_left_as_they_were(folders: Path) -> None:
+    before = torch.get_num_threads()
+    params = SamplingParams(max_tokens=9, logprobs=0)
+    with LLM(folders / "kraken", deterministic=True) as llm, LLM(folders / "gpt"):
+        first = llm.generate(PROMPTS, params)[0].outputs[0].token_ids
+        assert first
+    assert torch.get_num_threads() == before
+
+
 def test_the_longest_sequence_ends_it(folders: Path) -> None:
     with LLM(folders / "gpt") as llm:
         found = llm.generate("x" * 40, SamplingParams(max_tokens=100))[0].outputs[0]
@@ -147,6 +167,9 @@ def test_the_longest_sequence_ends_it(folders: Path) -> None:
         ([[1, 256]], None, "token 256 is not one of the 256"),
         ([[1, -1]], None, "token -1"),
         ([3.5], None, "give a text, or a list of token numbers"),
+        (5, None, "prompts are 5"),
+        (b"abc", None, "prompts are b'abc'"),
+        ("\ud800", None, "UTF-8"),
         (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
         ("a", SamplingParams(stop_token_ids=[300]), "token 300"),
     ],
@@ -165,6 +188,10 @@ def test_prompts_that_cannot_be_continued(prompts: Any, params: Any, words: str,
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_model_len": 1}, "at least 2"),
         ({"tokenizer": "nowhere.json"}, "there is no tokenizer"),
+        ({"shares": "31"}, "shares is '31'"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"timeout_seconds": -1}, "timeout_seconds is -1"),
+        ({"device": "bogus"}, "device is 'bogus'"),
     ],
 )
 def test_what_does_not_fit_the_model(options: dict[str, Any], words: str, folders: Path) -> None:

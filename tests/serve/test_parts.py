@@ -91,6 +91,9 @@ def test_tokens_are_drawn_as_often_as_they_should(params: dict[str, Any], expect
         ({"seed": "a"}, "seed is 'a'"),
         ({"logprobs": 21}, "0 to 20"),
         ({"stop": ("",)}, "empty"),
+        ({"stop": 5}, "stop is 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": ["a"]}, "token numbers"),
     ],
 )
 def test_parameters_that_make_no_sense(given: dict[str, Any], words: str) -> None:
@@ -124,6 +127,26 @@ def test_bytes_that_are_no_text() -> None:
     for token in [0xE2, 0x82, 65, 0xFF, 66]:
         found.push(token)
     assert found.whole() == codecs.decode(bytes([0xE2, 0x82, 65, 0xFF, 66]), "utf-8", "replace")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=12))
+def test_any_bytes_come_as_their_text(raw: bytes) -> None:
+    found = Text(Bytes(), ())
+    for token in raw:
+        found.push(token)
+    assert found.whole() == raw.decode("utf-8", errors="replace")
+
+
+def test_a_stop_after_bytes_that_are_no_text() -> None:
+    found = Text(Bytes(), ("☃",))
+    for token in [255, 255, 255, *"☃".encode()]:
+        found.push(token)
+    assert found.stopped
+
+
+def test_temperatures_that_are_hardly_any() -> None:
+    assert drawn(SamplingParams(temperature=1e-40), 20)[0] == 1
 
 
 def test_a_draw_sees_as_many_as_it_needs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +65,14 @@ class Convert(Output):
         source = open_source(self.model)
         whole = share(source.config, 1)
         model: Any = build_part(source.config, whole, 0, source.read, device=torch.device("cpu"), dtype=torch.float32)
-        if self.to != "kraken":
-            folder = save_folder(model, self.out, kind=self.to)
-            found: dict[str, Any] = {"folder": str(folder), "parameters": model.num_parameters}
-        else:
-            found = self._kraken(model)
+        beside = source.folder / "tokenizer.json"
+        found: dict[str, Any] = {}
+        if self.to == "kraken":
+            model, found = self._kraken(model, beside if beside.is_file() else None)
+        folder = save_folder(model, self.out, kind=self.to if self.to != "kraken" else "wavetrain", **_ends(source.eos))
+        if beside.is_file():
+            shutil.copyfile(beside, folder / "tokenizer.json")
+        found |= {"parameters": model.num_parameters, "folder": str(folder)}
         if self.json:
             print_json(found)
         else:
@@ -78,20 +82,22 @@ class Convert(Output):
                 )
         return 0
 
-    def _kraken(self, teacher: Any) -> dict[str, Any]:
+    def _kraken(self, teacher: Any, tokenizer: Path | None) -> tuple[Any, dict[str, Any]]:
+        """The Kraken, and what was measured."""
         import math
 
         import torch
 
         from wavetrain.data.batches import Batches
-        from wavetrain.data.tokens import open_data
+        from wavetrain.data.tokens import TokenData, open_data
         from wavetrain.models.conversion import kraken_from
-        from wavetrain.models.folders import save_folder
         from wavetrain.runtime.train.distill import Distillation, distill, mean_loss
 
         torch.manual_seed(self.seed)
         seq = self.seq or min(256, teacher.config.max_length)
         data = open_data(self.data, vocab=teacher.config.vocab)
+        if tokenizer is not None and not isinstance(data, TokenData):
+            data = _tokenized(data, tokenizer)
         kept, held_out = data.split(0.05)
         if len(held_out) <= seq:
             raise InputError(f"the data is too short to hold out a sequence of {seq} tokens; give more, or a smaller --seq")
@@ -118,5 +124,21 @@ class Convert(Output):
             if show:
                 print(file=sys.stderr)
             found["kraken_bits_a_token"] = bits * mean_loss(student, validation, num)
-        folder = save_folder(student, self.out)
-        return {**found, "parameters": student.num_parameters, "folder": str(folder)}
+        return student, found
+
+
+def _ends(eos: tuple[int, ...]) -> dict[str, Any]:
+    """The entry of config.json that says which tokens end a text."""
+    return {"eos_token_id": eos[0] if len(eos) == 1 else list(eos)} if eos else {}
+
+
+def _tokenized(text: Any, tokenizer: Path) -> Any:
+    """Bytes of text as the tokens of a tokenizer."""
+    import numpy as np
+
+    from wavetrain.data.tokens import Tokens
+    from wavetrain.serve.tokenizers import JSON
+
+    own = JSON(tokenizer)
+    raw = text.window(0, len(text)).astype(np.uint8).tobytes()
+    return Tokens(np.array(own.encode(raw.decode("utf-8", errors="replace")), dtype=np.int64), vocab=own.vocab)

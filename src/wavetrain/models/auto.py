@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from wavetrain.errors import InputError
 from wavetrain.models.config import DECODERS, ModelConfig
+from wavetrain.models.layers import Layer
 from wavetrain.models.registry import build_model
 
 
@@ -57,7 +58,9 @@ class WavetrainForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: Any) -> None:
-        """Nothing: layers draw their own weights when they are made."""
+        """Draw the weights of a layer that a checkpoint lacks."""
+        if isinstance(module, Layer):
+            module.reset_parameters()
 
     def get_input_embeddings(self) -> Any:
         return self.get_submodule("embed.token")

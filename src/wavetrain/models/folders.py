@@ -162,6 +162,8 @@ def _gpt2_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         if values.get(key):
             raise InputError(f"{file} asks for {key}, which is not known here")
+    if not values.get("scale_attn_weights", True):
+        raise InputError(f"{file} asks for attention that is not scaled, which is not known here")
     hidden = get("n_embd")
     return ModelConfig(
         num_layers=get("n_layer"),

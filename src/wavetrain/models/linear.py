@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 FEW_ROWS: Final = 64
+MANY_WEIGHTS: Final = 1 << 18
+"""From so many weights on a product is worth several threads."""
 MANY_OUTPUTS: Final = 16_384
 
 
@@ -26,7 +28,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         torch.is_grad_enabled()
         or rows > FEW_ROWS
         or x.device.type != "cpu"
-        or outputs < 8 * parts
+        or weight.numel() < MANY_WEIGHTS
         or type(weight) not in (Tensor, nn.Parameter)  # a DTensor, or what else knows its own product
         or (torch.get_num_threads() == 1 and outputs < MANY_OUTPUTS)
     ):

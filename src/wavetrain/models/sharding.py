@@ -7,6 +7,7 @@ sub-layers, evenly or not; of all, the head's rows by vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,7 +106,8 @@ def build_part(
     """
     with torch.device("meta"):
         model = build_model(config)
-    kept: dict[int, Tensor] = {}  # a tied weight is read once
+    places = Counter(id(p) for layer in model.children() for _, p in layer.named_parameters(remove_duplicate=False))
+    kept: dict[int, Tensor] = {}  # a weight that is used at two places (tied) is read once; of others only the part stays
     made: dict[int, nn.Parameter] = {}  # and is one Parameter, where it is whole at both places
     for layer_name, layer in model.named_children():
         assert isinstance(layer, Layer)
@@ -117,9 +119,7 @@ def build_part(
             if name in once and rank > 0:
                 setattr(module, leaf, None)
                 continue
-            if id(parameter) not in kept:
-                kept[id(parameter)] = _checked(read, f"{layer_name}.{name}", parameter)
-            whole = kept[id(parameter)]
+            whole = kept[id(parameter)] if id(parameter) in kept else _checked(read, f"{layer_name}.{name}", parameter)
             if id(parameter) in made and (name not in dims or sharing.size == 1):
                 setattr(module, leaf, made[id(parameter)])
                 continue
@@ -132,8 +132,10 @@ def build_part(
             if not (isinstance(layer, Head) and config.tied and name == "projection.weight"):
                 part = part.to(device=device, dtype=dtype, copy=True).contiguous()
             own = nn.Parameter(part, requires_grad=False)
-            if part.shape == whole.shape:
-                kept[id(parameter)], made[id(parameter)] = part, own
+            if places[id(parameter)] > 1:
+                kept[id(parameter)] = part if part.shape == whole.shape else whole
+                if part.shape == whole.shape:
+                    made[id(parameter)] = own
             setattr(module, leaf, own)
     return model.eval()
 

@@ -34,8 +34,10 @@ class Counts:
     """Written by steps of decoding; the first token of a sequence comes from its prompt."""
     decode_seconds: float = 0.0
     decode_steps: int = 0
-    first_token_seconds: list[float] = field(default_factory=list)
-    """Of every sequence, from when it was added."""
+    first_token_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    """Of the last sequences, from when each was added."""
+    sequences: int = 0
+    """That got their first token."""
 
     def summary(self) -> dict[str, Any]:
         """Rates; None where nothing was done."""
@@ -43,7 +45,7 @@ class Counts:
         return {
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_per_second": self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else None,
-            "new_tokens": self.new_tokens + len(ordered),
+            "new_tokens": self.new_tokens + self.sequences,
             "decode_tokens_per_second": self.new_tokens / self.decode_seconds if self.decode_seconds else None,
             "median_first_token_seconds": ordered[len(ordered) // 2] if ordered else None,
         }
@@ -96,14 +98,17 @@ class Engine:
     def check(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         """The tokens of a prompt that can be continued."""
         if isinstance(prompt, str):
-            tokens = self._tokenizer.encode(prompt)
+            try:
+                tokens = self._tokenizer.encode(prompt)
+            except UnicodeEncodeError as error:
+                raise InputError(f"a prompt is no text that can be written as UTF-8: {error}") from error
         elif isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
             tokens = list(prompt)
         else:
             raise InputError(f"a prompt is {prompt!r:.60}; give a text, or a list of token numbers")
         if not tokens:
             raise InputError("a prompt is empty; give at least one token to continue")
-        for token in (*tokens, *params.stop_token_ids):
+        for token in (*tokens, *params.stop_tokens):
             if not 0 <= token < self._vocab:
                 raise InputError(f"token {token} is not one of the {self._vocab} that the model knows")
         if len(tokens) >= self._max_length:
@@ -120,7 +125,7 @@ class Engine:
             number=self._number,
             prompt=tokens,
             params=params,
-            text=Text(self._tokenizer, params.stops),
+            text=Text(self._tokenizer, params.stops, tokens),
             eos=self._eos,
             prompt_text=prompt if isinstance(prompt, str) else None,
         )
@@ -200,6 +205,7 @@ class Engine:
             counts.prefill_seconds += seconds
             counts.prefill_steps += 1
             counts.first_token_seconds += [now - self._added.pop(s.number) for s in newcomers]
+            counts.sequences += len(newcomers)
         else:
             counts.new_tokens += num_rows
             counts.decode_seconds += seconds

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
-from wavetrain.errors import InputError, PeerLostError, RuntimeFailure
+from wavetrain.errors import InputError, PeerLostError, StallError
 from wavetrain.models.sharding import share
 from wavetrain.serve.checkpoints import open_source
 from wavetrain.serve.engine import Engine
@@ -52,7 +51,8 @@ class LLM:
         tokenizer: a ``tokenizer.json``, or ``"bytes"``; None: the one beside the weights, or bytes.
         max_model_len: the longest sequence, prompt and new tokens; None: the model's own.
         max_num_seqs: sequences that run at once; others wait for a place.
-        deterministic: add up in a fixed order, with one thread a rank: the same bits on any number of ranks, for more traffic.
+        deterministic: of a Kraken: add up in a fixed order, with one thread a rank: the same bits on any number of ranks, for
+            more traffic.
         seed: of draws whose prompt names none.
         timeout_seconds: how long a rank may be silent within a step.
         stats: measure how long every sum over ranks was hidden and waited for; see :meth:`stats`.
@@ -82,6 +82,8 @@ class LLM:
         world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
         size = tensor_parallel_size if tensor_parallel_size is not None else len(shares) if shares else world or 1
         _check(size, max_num_seqs, max_model_len, world)
+        _check_more(shares, seed, timeout_seconds, device)
+        self._timeout_seconds = timeout_seconds
         request = Request(
             path=os.fspath(model),
             max_rows=max_num_seqs,
@@ -94,9 +96,8 @@ class LLM:
         self._workers: Workers | None = None
         self._follows, self._under_torchrun = False, size > 1 and world is not None
         store, rank = None, 0
-        met: list[Solo | Team] = []
-        threads = torch.get_num_threads()
-        own = 1 if deterministic else threads if self._under_torchrun else max(1, threads // size)
+        self._met: list[Solo | Team] = []
+        watch: Callable[[], None] | None = None
         if self._under_torchrun:
             store, rank, _ = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
         elif size > 1:
@@ -104,17 +105,16 @@ class LLM:
             share(source.config, size, request.shares)
             open_tokenizer(tokenizer, source.folder, source.config.vocab)
             del source
-            self._workers = Workers(size, {"request": request.__dict__}, threads=own)
-            store = self._workers.store
-        self._ended = weakref.finalize(self, _end, self._workers, met, threads)
-        torch.set_num_threads(own)
+            self._workers = Workers(size, {"request": request.__dict__})
+            store, watch = self._workers.store, self._workers.watch
+        self._ended = weakref.finalize(self, _end, self._workers, self._met)
         try:
-            part = Part.load(request, store, rank=rank, size=size, local=not self._under_torchrun)
-        except (PeerLostError, RuntimeFailure) as error:
-            raise self._cause(error) from None
+            part = Part.load(request, store, rank=rank, size=size, local=not self._under_torchrun, watch=watch)
+        except BaseException as error:
+            raise self._given_up(error) from None
         self._team, self._runner, self.max_model_len = part.team, part.runner, part.max_length
         self.config = part.source.config
-        met.append(self._team)
+        self._met.append(self._team)
         if stats and isinstance(self._team, Team):
             self._team.traffic = Traffic()
         self._follows = rank > 0
@@ -144,12 +144,14 @@ class LLM:
             sampling_params: how; one for all, or one for each.
             on_step: called after every step with how many prompts are done, and how many tokens were generated.
         """
+        self._require_open()
         if self._follows:
             return self._follow([])
-        given = _as_list(prompts)
-        params = _as_params(sampling_params, len(given))
-        for prompt, how in zip(given, params, strict=True):
-            self._engine.check(prompt, how)
+        with self._others_told():
+            given = _as_list(prompts)
+            params = _as_params(sampling_params, len(given))
+            for prompt, how in zip(given, params, strict=True):
+                self._engine.check(prompt, how)
         running = [self._engine.add(prompt, how) for prompt, how in zip(given, params, strict=True)]
         done = tokens = 0
         for touched in self._steps(running):
@@ -161,16 +163,20 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Continue one prompt; yields the text piece by piece, as it is certain."""
+        self._require_open()
         if self._follows:
             yield from self._follow([])
             return
-        sequence = self._engine.add(prompt, sampling_params or SamplingParams())
+        with self._others_told():
+            sequence = self._engine.add(prompt, sampling_params or SamplingParams())
         shown = 0
         for _ in self._steps([sequence]):
-            text = sequence.text.safe() if sequence.finish_reason is None else sequence.text.whole()
+            text = sequence.text.safe()
             if len(text) > shown:
                 yield text[shown:]
                 shown = len(text)
+        if rest := sequence.text.whole()[shown:]:
+            yield rest
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -199,35 +205,48 @@ class LLM:
             while any(sequence.finish_reason is None for sequence in running):
                 try:
                     touched = self._engine.step()
-                except PeerLostError as error:
-                    raise self._cause(error) from None
-                except KeyboardInterrupt:  # the ranks may be in the middle of a sum
-                    self._ended()
-                    raise
+                except BaseException as error:  # Ctrl-C as well: the ranks may be in the middle of a sum
+                    raise self._given_up(error) from None
                 yield touched
         finally:
             for sequence in running:
                 if sequence.finish_reason is None:
                     self._engine.abort(sequence)
+            if self._under_torchrun and self._ended.alive:
+                self._team.send_step(None)
+
+    @contextlib.contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """Under torchrun: ranks that follow go on to their next call, if this one ends before its first step."""
+        try:
+            yield
+        except BaseException:
             if self._under_torchrun:
                 self._team.send_step(None)
+            raise
+
+    def _require_open(self) -> None:
+        if not self._ended.alive:
+            raise InputError("this LLM is closed, or a rank of it has failed; make a new one")
 
     def _follow(self, result: list[Any]) -> list[Any]:
         self._runner.follow()
         return result
 
-    def _cause(self, error: Exception) -> Exception:
-        """The first cause of a failure that only says that a peer is gone."""
-        if self._workers is None:
-            return error
-        found = self._workers.failure()
-        self._workers.end(0)
+    def _given_up(self, error: BaseException) -> BaseException:
+        """End all ranks at once, without a word to those that could not hear it; the first cause of what happened."""
+        found = None
+        if self._workers is not None and isinstance(error, PeerLostError):
+            found = self._workers.failure() or StallError(
+                f"a rank did not answer within {self._timeout_seconds:g} s, and no rank has ended: {error}"
+            )
+        self._met.clear()
+        self._ended()
         return found or error
 
 
-def _end(workers: Workers | None, met: list[Solo | Team], threads: int) -> None:
-    """Tell the workers to stop, see that they do, and give this process its threads back."""
-    torch.set_num_threads(threads)
+def _end(workers: Workers | None, met: list[Solo | Team]) -> None:
+    """Tell the workers to stop, and see that they do."""
     if workers is not None:
         for team in met:
             with contextlib.suppress(PeerLostError):
@@ -249,9 +268,22 @@ def _check(size: int, max_num_seqs: int, max_model_len: int | None, world: int |
         raise InputError(f"tensor_parallel_size is {size}, but torchrun started {world} ranks; make them equal")
 
 
+def _check_more(shares: Any, seed: Any, timeout_seconds: Any, device: Any) -> None:
+    if shares is not None and (not isinstance(shares, list | tuple) or any(type(n) is not int for n in shares)):
+        raise InputError(f"shares is {shares!r}; give a whole number of sub-layers for every rank, such as (3, 1)")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InputError(f"seed is {seed!r}; give a whole number")
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds < 1e9:
+        raise InputError(f"timeout_seconds is {timeout_seconds!r}; give seconds above 0")
+    if device != "cpu" and not (isinstance(device, str) and device.startswith("cuda")):
+        raise InputError(f"device is {device!r}; give 'cpu', or 'cuda' (written, and not run yet)")
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise InputError(f"prompts are {prompts!r:.60}; give a text, tokens, or a list of them")
     given: list[Any] = list(prompts)
     if given and all(type(token) is int for token in given):
         return [given]

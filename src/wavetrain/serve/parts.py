@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # documented,
 from wavetrain.errors import InputError
 from wavetrain.models.sharding import build_part, share
 from wavetrain.serve.checkpoints import Source, open_source
-from wavetrain.serve.ranks import Solo, Team
+from wavetrain.serve.ranks import Solo, Team, meet
 from wavetrain.serve.runner import Runner
 
 
@@ -42,7 +43,16 @@ class Part:
     max_length: int
 
     @classmethod
-    def load(cls, request: Request, store: Store | None, *, rank: int, size: int, local: bool) -> Part:
+    def load(
+        cls,
+        request: Request,
+        store: Store | None,
+        *,
+        rank: int,
+        size: int,
+        local: bool,
+        watch: Callable[[], None] | None = None,
+    ) -> Part:
         """Read this rank's weights and meet the others.
 
         Args:
@@ -51,10 +61,13 @@ class Part:
             rank: this one.
             size: how many.
             local: whether all are on this machine.
+            watch: called while the others load; raises if one of them is gone.
         """
         source = open_source(request.path)
         config = source.config
         counts = None if request.shares is None else tuple(request.shares)
+        if request.deterministic and size > 1 and config.name != "kraken":
+            raise InputError(f"deterministic is for Kraken: ranks that share a {config.name} cannot add up as one alone does")
         sharing = replace(share(config, size, counts), whole_head=request.deterministic)
         max_length = request.max_length or config.max_length
         if max_length > config.max_length and config.positions == "learned":
@@ -65,7 +78,7 @@ class Part:
         if size > 1:
             assert store is not None
             team = Team(
-                store,
+                meet(store, rank, size, request.timeout_seconds, watch),
                 rank=rank,
                 size=size,
                 parts=sharing.counts,
@@ -76,6 +89,12 @@ class Part:
                 device=device,
             )
         runner = Runner(
-            model, sharing, team, max_rows=request.max_rows, max_length=max_length, deterministic=request.deterministic
+            model,
+            sharing,
+            team,
+            max_rows=request.max_rows,
+            max_length=max_length,
+            threads=1 if request.deterministic else max(1, torch.get_num_threads() // (size if local and rank == 0 else 1)),
+            deterministic=request.deterministic,
         )
         return cls(source, team, runner, max_length)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from wavetrain.errors import PeerLostError, RuntimeFailure
+from wavetrain.errors import PeerLostError, RuntimeFailure, StallError
 from wavetrain.models.context import Alone, Pending, ordered_sum
 from wavetrain.serve import steps
 from wavetrain.serve.sampling import Candidates, merge
@@ -34,8 +35,8 @@ _FOR_EVER: Final = timedelta(days=365)
 class Traffic:
     """What sums over ranks took, in seconds, by where they are in a step: hidden behind compute, and exposed."""
 
-    taken: list[list[tuple[float, float]]] = field(default_factory=list)
-    """Of every step, of every sum: seconds that it was under way, seconds that it was waited for."""
+    taken: deque[list[tuple[float, float]]] = field(default_factory=lambda: deque(maxlen=4096))
+    """Of the last steps, of every sum: seconds that it was under way, seconds that it was waited for."""
 
     def begin_step(self) -> None:
         self.taken.append([])
@@ -130,7 +131,8 @@ class Team:
         self._parts, self._max_rows, self._deterministic = tuple(parts), max_rows, deterministic
         limit = timedelta(seconds=timeout_seconds)
         try:
-            self._control = _gloo(store, "control", rank, size, _FOR_EVER, local)
+            self._control = _gloo(store, "control", rank, size, limit, local)
+            self._control._set_default_timeout(_FOR_EVER)  # but not to be met in the first place
             if device is not None and device.type == "cuda":  # not run here
                 self._data: Any = _nccl(store, rank, size, limit)
             else:
@@ -243,6 +245,29 @@ class Team:
             raise PeerLostError(f"a peer of rank {self.rank} is gone: {_first_line(error)}", rank=-1) from error
 
 
+def meet(store: Store, rank: int, size: int, timeout_seconds: float, watch: Callable[[], None] | None) -> Store:
+    """Wait until every rank has come to this point; a part of the store that no other meeting uses.
+
+    Args:
+        store: that all ranks have.
+        rank: this one.
+        size: how many.
+        timeout_seconds: how long the others may take.
+        watch: called again and again meanwhile; raises if a rank is gone.
+    """
+    number = store.add(f"wavetrain/meeting/{rank}", 1)  # of this rank; all make the same ones
+    own: Store = PrefixStore(f"wavetrain/{number}", store)
+    own.set(f"here/{rank}", "1")
+    until = time.monotonic() + timeout_seconds
+    while not own.check([f"here/{other}" for other in range(size)]):
+        if watch is not None:
+            watch()
+        if time.monotonic() > until:
+            raise StallError(f"rank {rank}: not all of {size} ranks were ready within {timeout_seconds:g} s")
+        time.sleep(0.02)
+    return own
+
+
 def _gloo(store: Store, name: str, rank: int, size: int, limit: timedelta, local: bool) -> Any:
     """A group of its own, so that none of the caller's is touched. The class is torch's, its constructor undocumented."""
     group: Any = dist.ProcessGroupGloo
@@ -257,7 +282,7 @@ def _gloo(store: Store, name: str, rank: int, size: int, limit: timedelta, local
     options._devices = [device]
     options._timeout = limit
     options._threads = 2
-    return group(PrefixStore(f"wavetrain/{name}", store), rank, size, options)
+    return group(PrefixStore(name, store), rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
@@ -265,7 +290,7 @@ def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
     group: Any = dist.ProcessGroupNCCL
     options = group.Options()
     options._timeout = limit
-    return group(PrefixStore("wavetrain/data", store), rank, size, options)
+    return group(PrefixStore("data", store), rank, size, options)
 
 
 def _max_options() -> Any:

@@ -26,6 +26,7 @@ class Runner:
         team: the ranks.
         max_rows: sequences that run at once.
         max_length: the longest sequence.
+        threads: of torch while a step runs; None: as many as there are.
         deterministic: the same bits however many sub-layers this rank holds.
     """
 
@@ -37,9 +38,10 @@ class Runner:
         *,
         max_rows: int,
         max_length: int,
+        threads: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        self._model, self._team = model, team
+        self._model, self._team, self._threads = model, team, threads
         self._blocks: list[Any] = list(model)[1:-1]
         shape = DecoderShape(model.config)
         weight = next(model.parameters())
@@ -61,6 +63,16 @@ class Runner:
     @torch.inference_mode()
     def run(self, step: Step) -> Candidates:
         """The likeliest tokens after the last token of every row; of all ranks on rank 0."""
+        before = torch.get_num_threads()
+        if self._threads is not None and self._threads != before:
+            torch.set_num_threads(self._threads)
+            try:
+                return self._run(step)
+            finally:
+                torch.set_num_threads(before)
+        return self._run(step)
+
+    def _run(self, step: Step) -> Candidates:
         return self._team.gather(candidates(self.logits(step), step.candidates, self._vocabulary.start), step.candidates)
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wavetrain.errors import InputError
+from wavetrain.errors import InputError, RuntimeFailure
 
 MAX_CANDIDATES = 256
 """The most tokens that ranks send for a draw; who wants to draw from more is sent all logits."""
@@ -30,9 +30,9 @@ class SamplingParams:
     """Draw from the fewest likeliest tokens that have this probability together."""
     seed: int | None = None
     """Of the draws; None: of the engine's seed and the prompt's number."""
-    stop: tuple[str, ...] | list[str] | str = ()
+    stop: tuple[str, ...] | list[str] | str | None = ()
     """Texts at which generation ends; they are not part of the result."""
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
     """Tokens at which generation ends."""
     ignore_eos: bool = False
     """Go on after the model's own end-of-text token."""
@@ -42,7 +42,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens!r}; give a whole number of at least 1")
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < math.inf:
+        if (
+            isinstance(self.temperature, bool)
+            or not isinstance(self.temperature, (int, float))
+            or not 0 <= self.temperature < math.inf
+        ):
             raise InputError(f"temperature is {self.temperature!r}; give a number, 0 or more")
         if not isinstance(self.top_k, int) or self.top_k < -1:
             raise InputError(f"top_k is {self.top_k!r}; give a number of tokens, or 0 for all")
@@ -50,18 +54,26 @@ class SamplingParams:
             raise InputError(f"top_p is {self.top_p!r}; give a probability above 0, at most 1")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise InputError(f"seed is {self.seed!r}; give a whole number")
-        if self.logprobs is not None and (not isinstance(self.logprobs, int) or not 0 <= self.logprobs <= MAX_LOGPROBS):
+        if self.logprobs is not None and (type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS):
             raise InputError(f"logprobs is {self.logprobs!r}; give a number from 0 to {MAX_LOGPROBS}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if any(not isinstance(text, str) or not text for text in stop):
-            raise InputError("stop holds something that is no text, or an empty one")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, list | tuple) or any(not isinstance(text, str) or not text for text in stop):
+            raise InputError(f"stop is {self.stop!r}; give a text or several, none of them empty")
+        tokens = self.stop_token_ids or ()
+        if not isinstance(tokens, list | tuple) or any(type(token) is not int for token in tokens):
+            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token numbers")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop texts."""
-        return tuple(self.stop)
+        return tuple(self.stop or ())
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Stop tokens."""
+        return frozenset(self.stop_token_ids or ())
 
     @property
     def num_candidates(self) -> int:
@@ -113,9 +125,11 @@ def merge(parts: Sequence[Candidates], num: int) -> Candidates:
 
 def draw(found: Candidates, row: int, params: SamplingParams, generator: torch.Generator | None) -> int:
     """The column of ``found`` whose token comes next in a sequence."""
+    if not math.isfinite(float(found.total[row])):
+        raise RuntimeFailure("the model's logits are no numbers; its weights may hold NaN, or be too large")
     if params.temperature == 0:
         return 0
-    values = found.values[row]
+    values = found.values[row] - found.values[row, 0]  # so that no temperature is too small
     if params.top_k > 0:
         values = values[: params.top_k]
     chances = (values / params.temperature).softmax(-1)

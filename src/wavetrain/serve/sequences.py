@@ -13,6 +13,10 @@ LONGEST_CHARACTER = 4
 """Bytes of a character, and so tokens that may stand for one; what is none after so many will not become one."""
 
 
+LOOK_BACK = 5
+"""Tokens of a prompt that the first new one is read with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """What was generated for one prompt."""
@@ -45,22 +49,28 @@ class Text:
     space, the second half of a character).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], prompt: list[int] | None = None) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._tokens: list[int] = []
-        self._before, self._read = 0, 0  # tokens[before:read] are the few before, tokens[read:] not yet in the text
+        self._tokens: list[int] = (prompt or [])[-LOOK_BACK:]
+        self._before, self._read = (
+            0,
+            len(self._tokens),
+        )  # tokens[before:read] are the few before, tokens[read:] not yet in the text
         self._text = ""
         self.stopped = False
 
     def push(self, token: int) -> None:
         """Add a token."""
         self._tokens.append(token)
-        added = self._unread()
-        if not added or (added.endswith("\ufffd") and len(self._tokens) - self._read < LONGEST_CHARACTER):
-            return  # in the middle of a character
+        if self._unread().endswith("\ufffd"):  # in the middle of a character, or bytes that are none
+            if len(self._tokens) - self._read < LONGEST_CHARACTER:
+                return
+            end = self._read + 1  # the first of them can no longer become one with those that follow
+        else:
+            end = len(self._tokens)
         before = len(self._text)
-        self._text += added
-        self._before, self._read = self._read, len(self._tokens)
+        self._text += self._unread(end)
+        self._before, self._read = self._read, end
         found = [at for stop in self._stops if (at := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0]
         if found:
             self._text, self.stopped = self._text[: min(found)], True
@@ -77,9 +87,9 @@ class Text:
             held = max(ends, default=0)
         return self._text[: len(self._text) - held]
 
-    def _unread(self) -> str:
+    def _unread(self, end: int | None = None) -> str:
         known = self._tokenizer.decode(self._tokens[self._before : self._read])
-        return self._tokenizer.decode(self._tokens[self._before :])[len(known) :]
+        return self._tokenizer.decode(self._tokens[self._before : end])[len(known) :]
 
 
 @dataclass
@@ -115,7 +125,7 @@ class Sequence:
             kept = {int(found.tokens[row, i]): float(found.values[row, i] - found.total[row]) for i in range(top)}
             self.logprobs.append({**kept, token: own})
             self.log_probability += own
-        ends = token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos)
+        ends = token in self.params.stop_tokens or (token in self.eos and not self.params.ignore_eos)
         if ends:
             self.finish_reason = "stop"
             return

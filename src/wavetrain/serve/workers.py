@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import IO, Any
@@ -23,7 +24,6 @@ import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from wavetrain.errors import RankFailedError, RuntimeFailure, WavetrainError
-from wavetrain.runtime.launch import die_with
 
 _MARK = "wavetrain worker: "
 
@@ -34,10 +34,9 @@ class Workers:
     Args:
         size: ranks, this one among them.
         orders: what every worker is told, plain data.
-        threads: of torch in every worker.
     """
 
-    def __init__(self, size: int, orders: Mapping[str, Any], *, threads: int) -> None:
+    def __init__(self, size: int, orders: Mapping[str, Any]) -> None:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -46,7 +45,7 @@ class Workers:
         )
         self._processes: list[subprocess.Popen[bytes]] = []
         self._errors: list[IO[bytes]] = []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
         try:
             for rank in range(1, size):
                 errors = tempfile.TemporaryFile()  # noqa: SIM115  # read after the worker's end
@@ -61,12 +60,18 @@ class Workers:
                 )
                 self._processes.append(process)
                 assert process.stdin is not None
-                own = {**orders, "rank": rank, "size": size, "port": port, "parent": os.getpid()}
-                process.stdin.write(json.dumps(own).encode())
-                process.stdin.close()
+                own = {**orders, "rank": rank, "size": size, "port": port}
+                process.stdin.write(json.dumps(own).encode() + b"\n")
+                process.stdin.flush()  # and stays open: its end tells the worker that this process has ended
         except BaseException:
             self.end(0)
             raise
+
+    def watch(self) -> None:
+        """Raise what ended a worker, if one has ended."""
+        failure = self.failure(0)
+        if failure is not None:
+            raise failure
 
     def failure(self, wait_seconds: float = 2.0) -> RuntimeFailure | None:
         """Why a worker is gone, if one is."""
@@ -101,6 +106,9 @@ class Workers:
             if process.poll() is None:
                 process.kill()
             process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
         for errors in self._errors:
             errors.close()
         self._errors, self._processes = [], []
@@ -116,13 +124,19 @@ def work(orders: Mapping[str, Any]) -> None:
     part.team.close()
 
 
+def _end_with_rank_0() -> None:
+    """Wait for the end of what rank 0 says, which is its own end, however it came about."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def main() -> int:
     """Read the orders and follow them."""
-    told = sys.stdin.buffer.read()
+    told = sys.stdin.buffer.readline()
     if not told:
         return 1  # rank 0 was gone before it could say anything
     orders = json.loads(told)
-    die_with(int(orders["parent"]))
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         work(orders)
