@@ -92,6 +92,8 @@ class Settings:
     """Likewise: layer or rms. Default: layer."""
     mlp: Name = None
     """Likewise: gelu or swiglu. Default: gelu."""
+    no_bias: Flag = False
+    """A gpt without biases; the other decoders have none."""
     data: Files = None
     """Text files, .bin or .npy token files, or directories. Default: the sources of Python's standard library, as bytes."""
     data_dtype: Name = None

@@ -20,10 +20,10 @@ LOGGERS: Final = ("tensorboard", "wandb")
 """Where metrics can go beside the file."""
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 
-_STYLE: Final = ("kv_heads", "head_dim", "inner", "positions", "norm", "mlp", "bias")
+_STYLE: Final = ("kv_heads", "head_dim", "inner", "positions", "norm", "mlp")
 _MODEL: Final = (
     *("model", "layers", "hidden", "heads", "vocab", "seq", "dropout", "wide_layers", "wide_hidden", "wide_heads"),
-    *("degree", "kraken", *_STYLE),
+    *("degree", "kraken", "no_bias", *_STYLE),
 )
 KRAKENS: Final = ("modern", "paper", "exact")
 """How a Kraken is sized: as the GPT of the same flags, in either mode, or by the flags themselves."""
@@ -73,8 +73,8 @@ class TrainConfig:
     """Decoders: layer or rms."""
     mlp: str | None = None
     """Decoders: gelu or swiglu."""
-    bias: bool | None = None
-    """Decoders: whether linear layers and norms have biases. Default: of gpt only."""
+    no_bias: bool = False
+    """A gpt whose linear layers and norms have no biases, as the other decoders have none."""
     data: tuple[str, ...] = ()
     """Text files, .bin or .npy token files, or directories. Default: the sources of Python's standard library, byte by byte."""
     data_dtype: str = "uint16"
@@ -181,6 +181,8 @@ class TrainConfig:
     def model_config(self) -> ModelConfig:
         """The model's shape."""
         style = {key: getattr(self, key) for key in _STYLE if getattr(self, key) is not None}
+        if self.no_bias:
+            style["bias"] = False
         common: dict[str, Any] = {
             "num_layers": self.layers,
             "hidden": self.hidden,
