@@ -49,7 +49,7 @@ def run(quick: bool) -> Report:
     """First tokens."""
     models = shapes(quick)
     contexts = (16, 64) if quick else (128, 512, 1024)
-    job = Job(models={n: c.to_dict() for n, c in models.items()}, contexts=contexts, repeats=2 if quick else 9)
+    job = Job(models={n: c.to_dict() for n, c in models.items()}, contexts=contexts, repeats=2 if quick else 5)
     rows: list[Row] = []
     notes = [
         "Compared are "
