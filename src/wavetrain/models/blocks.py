@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wavetrain.models.attention import Attention
+from wavetrain.models.attention import Attention, MakeLinear
 from wavetrain.models.config import DecoderShape, ModelConfig
 from wavetrain.models.context import Context, Done, Pending, whole_sequences
 from wavetrain.models.layers import INIT_STD, MLP, Head, Layer, make_norm
@@ -65,31 +65,12 @@ class Block(Layer):
             return Linear(inputs, outputs, bias=bias)
 
         self.attention_norm = make_norm(str(config.norm), config.hidden, shape.norm_eps, bias=bias)
-        self.attention = Attention(
-            config.hidden,
-            shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rope_theta=shape.rope_theta,
-            linear=linear,
-        )
+        self.attention = decoder_attention(shape, linear)
         self.mlp_norm = make_norm(str(config.norm), config.hidden, shape.norm_eps, bias=bias)
         self.mlp = MLP(config.hidden, shape.inner, gated=config.mlp == "swiglu", linear=linear)
 
     def reset_parameters(self) -> None:
-        residual_std = INIT_STD / math.sqrt(2 * self.num_blocks)
-        for linear, std in (
-            (self.attention.qkv, INIT_STD),
-            (self.attention.out, residual_std),
-            (self.mlp.up, INIT_STD),
-            (self.mlp.gate, INIT_STD),
-            (self.mlp.down, residual_std),
-        ):
-            if linear is None:
-                continue
-            nn.init.normal_(linear.weight, std=std)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        draw_branches(self.attention, self.mlp, self.num_blocks)
         for norm in (self.attention_norm, self.mlp_norm):
             if norm is not None:
                 norm.reset_parameters()
@@ -180,3 +161,32 @@ def _rungs(stream: Rungs) -> tuple[Tensor, Pending | None]:
 def _whole(part: Tensor, context: Context) -> Tensor:
     """The sum of what all ranks computed, waited for."""
     return context.ranks.start_sum(part[None], scratch=True).wait()
+
+
+def decoder_attention(shape: DecoderShape, linear: MakeLinear) -> Attention:
+    """The attention of a decoder's block, or of one of its sub-layers."""
+    return Attention(
+        shape.config.hidden,
+        shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rope_theta=shape.rope_theta,
+        linear=linear,
+    )
+
+
+def draw_branches(attention: Attention, mlp: MLP, num_blocks: int) -> None:
+    """Initial weights of a block: GPT-2's, smaller where they write to the residual stream of a deep model."""
+    residual_std = INIT_STD / math.sqrt(2 * num_blocks)
+    for linear, std in (
+        (attention.qkv, INIT_STD),
+        (attention.out, residual_std),
+        (mlp.up, INIT_STD),
+        (mlp.gate, INIT_STD),
+        (mlp.down, residual_std),
+    ):
+        if linear is None:
+            continue
+        nn.init.normal_(linear.weight, std=std)
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)

@@ -16,13 +16,12 @@ x_i first.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Unpack
 
 from torch import Tensor, nn
 
-from wavetrain.models.attention import Attention
+from wavetrain.models.blocks import decoder_attention, draw_branches
 from wavetrain.models.config import DecoderShape, ModelConfig, Style
 from wavetrain.models.context import Alone, Context, Pending, Ranks, whole_sequences
 from wavetrain.models.gpt import decoder_embedding
@@ -113,30 +112,14 @@ class KrakenBlock(Layer):
         self.first, self.last = first, last
         self.num_blocks = config.num_layers
         self.attention_norm = norm()
-        self.attention = Attention(
-            config.hidden,
-            shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rope_theta=shape.rope_theta,
-            linear=linear,
-        )
+        self.attention = decoder_attention(shape, linear)
         self.mlp_norm = norm()
         self.mlp = MLP(config.hidden, shape.inner, gated=config.mlp == "swiglu", linear=linear)
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        residual_std = INIT_STD / math.sqrt(2 * self.num_blocks)
-        for linear, std in (
-            (self.attention.qkv, INIT_STD),
-            (self.attention.out, residual_std),
-            (self.mlp.up, INIT_STD),
-            (self.mlp.gate, INIT_STD),
-            (self.mlp.down, residual_std),
-        ):
-            if linear is not None:
-                nn.init.normal_(linear.weight, std=std)
+        draw_branches(self.attention, self.mlp, self.num_blocks)
         self.attention_norm.reset_parameters()
         self.mlp_norm.reset_parameters()
 
