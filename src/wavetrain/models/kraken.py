@@ -25,9 +25,9 @@ from wavetrain.models.blocks import decoder_attention, draw_branches
 from wavetrain.models.config import DecoderShape, ModelConfig, Style
 from wavetrain.models.context import Alone, Context, Pending, Ranks, whole_sequences
 from wavetrain.models.gpt import decoder_embedding
-from wavetrain.models.layers import INIT_STD, MLP, Head, Layer, LayeredModel, make_norm
+from wavetrain.models.layers import INIT_STD, Head, Layer, LayeredModel, make_norm
 from wavetrain.models.sizes import kraken_like
-from wavetrain.models.stacked import StackedLinear, StackedNorm
+from wavetrain.models.stacked import StackedLinear, StackedMLP, StackedNorm
 
 
 class Kraken(LayeredModel):
@@ -114,7 +114,7 @@ class KrakenBlock(Layer):
         self.attention_norm = norm()
         self.attention = decoder_attention(shape, linear)
         self.mlp_norm = norm()
-        self.mlp = MLP(config.hidden, shape.inner, gated=config.mlp == "swiglu", linear=linear)
+        self.mlp = StackedMLP(config.hidden, shape.inner, gated=config.mlp == "swiglu", linear=linear)
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 

@@ -149,10 +149,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            y: Tensor = self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+            y: Tensor = self.down(self.activate(self.up(x)))
         else:
-            y = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+            y = self.down(self.activate(self.gate(x)) * self.up(x))
         return y
+
+    def activate(self, x: Tensor) -> Tensor:
+        """What makes it more than a product, element by element."""
+        return nn.functional.gelu(x, approximate="tanh") if self.gate is None else nn.functional.silu(x)
 
 
 class Head(Layer):

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from wavetrain.models.stacked import as_alone
 from wavetrain.serve.steps import Row, Step
 
 _FIRST_CAPACITY = 256
+_STEP = 16
+"""A capacity is a multiple of this: every head's keys and values then begin on 64 bytes."""
+
+
+def _whole(capacity: int) -> int:
+    return -(-capacity // _STEP) * _STEP
 
 
 class KVCache:
@@ -43,7 +50,7 @@ class KVCache:
         self.max_length = max_length
         self._one_by_one = one_by_one
         self._store = torch.zeros(
-            num_blocks, 2, num_rows, kv_heads, min(_FIRST_CAPACITY, max_length), head_dim, dtype=dtype, device=device
+            num_blocks, 2, num_rows, kv_heads, _whole(min(_FIRST_CAPACITY, max_length)), head_dim, dtype=dtype, device=device
         )
 
     @property
@@ -58,7 +65,7 @@ class KVCache:
         capacity = self._store.shape[4]
         if step.longest > capacity:
             shape = list(self._store.shape)
-            shape[4] = min(self.max_length, max(step.longest, 2 * capacity))
+            shape[4] = _whole(min(self.max_length, max(step.longest, 2 * capacity)))
             grown = self._store.new_zeros(shape)
             grown[:, :, :, :, :capacity] = self._store
             self._store = grown
@@ -93,8 +100,8 @@ class StepAttention:
             return self._attend(q, k, v, keys, values)
         streams = len(q)
         if self._one_by_one:
-            heads = zip(keys.chunk(streams, 1), values.chunk(streams, 1), strict=True)
-            return torch.stack([self._attend(q[i], k[i], v[i], *own) for i, own in enumerate(heads)])
+            every = zip(q, k, v, keys.chunk(streams, 1), values.chunk(streams, 1), strict=True)
+            return torch.stack([self._attend(as_alone(a), as_alone(b), as_alone(c), *held) for a, b, c, *held in every])
         q, k, v = (part.transpose(0, 1).flatten(1, 2) for part in (q, k, v))  # (tokens, streams · heads, head_dim)
         return torch.unflatten(self._attend(q, k, v, keys, values), 1, (streams, -1)).transpose(0, 1)
 

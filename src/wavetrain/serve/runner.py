@@ -11,6 +11,7 @@ from wavetrain.models.config import DecoderShape
 from wavetrain.models.context import Context
 from wavetrain.models.layers import LayeredModel
 from wavetrain.models.sharding import Sharing
+from wavetrain.models.stacked import make_exact
 from wavetrain.serve.cache import KVCache
 from wavetrain.serve.ranks import Solo, Team
 from wavetrain.serve.sampling import Candidates, candidates
@@ -41,6 +42,8 @@ class Runner:
         threads: int | None = None,
         deterministic: bool = False,
     ) -> None:
+        if deterministic:
+            make_exact(model)
         self._model, self._team, self._threads = model, team, threads
         self._blocks: list[Any] = list(model)[1:-1]
         shape = DecoderShape(model.config)
