@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from tests.optim.problems import Task, flat, network
 from wavetrain.errors import InputError, RankFailedError, RuntimeFailure
 from wavetrain.optim import OptEx
 from wavetrain.runtime.launch import launch
+from wavetrain.runtime.train.config import TrainConfig
+from wavetrain.runtime.train.metrics import read_metrics
+from wavetrain.runtime.train.trainer import run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
@@ -124,3 +128,20 @@ def test_the_example_learns(way: tuple[str, ...], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout))
     assert last < first < 5.6
+
+
+def test_training_in_replicas_or_pipelines_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "seq": 16, "micro_batches": 2, "batch": 8, "dropout": 0.1}
+    how: dict[str, Any] = {"optex": 2, "steps": 6, "warmup": 2, "schedule": "1f1b", "validate_every": 0, "quiet": True}
+    found, held_out = {}, {}
+    for ranks, dp in ((1, 1), (2, 2), (2, 1), (4, 2)):
+        out = tmp_path / f"{ranks}-{dp}"
+        run(TrainConfig(out=str(out), ranks=ranks, dp=dp, **shape, **how))
+        records = read_metrics(out / "metrics.jsonl")
+        assert all(record["points"] >= record["accepted"] >= 1 for record in records)
+        found[ranks, dp], held_out[ranks, dp] = [record["loss"] for record in records], records[-1]["validation_loss"]
+    assert found[2, 2] == found[1, 1], "two replicas, one point each: the same bits"
+    assert found[4, 2] == found[2, 1], "two pipelines, one point each: the same bits"
+    assert found[2, 1] == pytest.approx(found[1, 1], rel=1e-4), "sums over ranks are rounded otherwise"
+    assert list(held_out.values()) == pytest.approx([held_out[1, 1]] * 4, rel=1e-4)
+    assert found[1, 1][-1] < found[1, 1][0]

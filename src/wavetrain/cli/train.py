@@ -98,6 +98,9 @@ class Settings:
     """Text files, .bin or .npy token files, or directories. Default: the sources of Python's standard library, as bytes."""
     data_dtype: Name = None
     """Of the numbers in .bin files: uint8, uint16, uint32. Default: uint16."""
+    optex: Count = None
+    """OptEx of N: gradients at N points of the way ahead a step, by --dp N replicas at once or by one pipeline one after another;
+    up to N steps of AdamW with them."""
     lr: Number = None
     """The highest learning rate. Default: 0.001."""
     warmup: Count = None

@@ -16,13 +16,15 @@ class Flat:
 
     Args:
         groups: ``param_groups`` of a torch optimizer.
+        held_elsewhere: those that other ranks count: they come last.
 
     Raises:
         InputError: none is trained, or they are of several devices or types.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        self.parameters: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
+    def __init__(self, groups: Sequence[dict[str, Any]], held_elsewhere: Sequence[Tensor] = ()) -> None:
+        self._elsewhere = {id(p) for p in held_elsewhere}
+        self.parameters: list[Tensor] = self._trained(groups)
         if not self.parameters:
             raise InputError("the optimizer holds no parameter that requires a gradient")
         kinds = {(p.device, p.dtype) for p in self.parameters}
@@ -35,10 +37,16 @@ class Flat:
         self._others: list[Tensor] = [p for group in groups for p in group["params"] if not p.requires_grad]
         self.sizes = [p.numel() for p in self.parameters]
         self.num_coordinates = sum(self.sizes)
+        self.num_counted = sum(p.numel() for p in self.parameters if id(p) not in self._elsewhere)
+        """The first so many coordinates count in distances and inner products."""
+
+    def _trained(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+        found = [p for group in groups for p in group["params"] if p.requires_grad]
+        return sorted(found, key=lambda p: id(p) in self._elsewhere)
 
     def same(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether ``groups`` still train exactly these parameters."""
-        now = [p for group in groups for p in group["params"] if p.requires_grad]
+        now = self._trained(groups)
         same = len(now) == len(self.parameters) and all(a is b for a, b in zip(now, self.parameters, strict=True))
         return same and all(p.device == self.device and p.dtype == self.dtype for p in now)
 

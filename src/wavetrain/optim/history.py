@@ -8,6 +8,7 @@ products alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from wavetrain.optim.team import Shards
 
 Floats = NDArray[np.float64]
 WIDE: Final = (torch.float32, torch.float64)
@@ -30,6 +33,8 @@ class History:
         dtype: of points.
         gradient_dtype: in which gradients are kept.
         sampled: coordinates (c,) that distances are measured on; None for all.
+        shards: who holds the other coordinates; distances and inner products are sums over all of them.
+        num_counted: of the coordinates here, the first so many; the others are counted by another rank.
     """
 
     def __init__(
@@ -40,10 +45,14 @@ class History:
         dtype: torch.dtype,
         sampled: Tensor | None = None,
         gradient_dtype: torch.dtype | None = None,
+        shards: Shards | None = None,
+        num_counted: int | None = None,
     ) -> None:
         self.capacity = capacity
+        self._shards = shards or Shards(None, device)
         self.sampled = sampled
-        width = num_coordinates if sampled is None else len(sampled)
+        self._num_counted = num_coordinates if num_counted is None else num_counted
+        width = self._num_counted if sampled is None else len(sampled)
         self.gradients = torch.zeros(capacity, num_coordinates, device=device, dtype=gradient_dtype or dtype)
         self.points = torch.zeros(capacity, width, device=device, dtype=dtype)
         self.squares: Floats = np.zeros((capacity, capacity))
@@ -54,7 +63,7 @@ class History:
         """Norms of points."""
         self.rows: list[int] = []
         """Rows in use, the oldest first."""
-        self._share = num_coordinates / max(1, width)
+        self._share = self._num_counted / max(1, width)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,14 +74,16 @@ class History:
 
     def squares_to(self, point: Tensor) -> Floats:
         """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
-        chosen = point if self.sampled is None else point[self.sampled]
+        chosen = self._chosen(point)
         if self.points.dtype in WIDE:
             # straight sums of squared differences: by way of inner products, close points would lose all their digits
             far = torch.cdist(chosen[None].to(self.points.dtype), self.points, compute_mode="donot_use_mm_for_euclid_dist")[0]
         else:
             far = torch.stack([(row.float() - chosen.float()).norm() for row in self.points])
-        found: Floats = self._share * far.double().cpu().numpy() ** 2
-        return found
+        return self._shards.total(self._share * far.double().cpu().numpy() ** 2)
+
+    def _chosen(self, point: Tensor) -> Tensor:
+        return point[: self._num_counted] if self.sampled is None else point[self.sampled]
 
     def combine(self, weights: Floats, rows: Sequence[int], out: Tensor) -> Tensor:
         """Σ weights[j] · gradient of rows[j], into ``out`` (d,)."""
@@ -94,17 +105,19 @@ class History:
 
     def put(self, row: int, point: Tensor, squares: Floats) -> None:
         """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
-        self.points[row].copy_(point if self.sampled is None else point[self.sampled])
+        self.points[row].copy_(self._chosen(point))
         self.squares[row, :] = squares
         self.squares[:, row] = squares
         self.squares[row, row] = 0.0
-        self.sizes[row] = float(torch.linalg.vector_norm(point))
+        own = np.array([float(torch.linalg.vector_norm(point[: self._num_counted])) ** 2])
+        self.sizes[row] = math.sqrt(float(self._shards.total(own)[0]))
 
     def close(self, rows: Sequence[int]) -> None:
         """The gradients of ``rows`` have been written: take them in, as the newest."""
         self.rows += rows
-        wide = self.gradients if self.gradients.dtype in WIDE else self.gradients.float()
-        found = (wide[list(rows)] @ wide.t()).double().cpu().numpy()
+        counted = self.gradients[:, : self._num_counted]
+        wide = counted if counted.dtype in WIDE else counted.float()
+        found = self._shards.total((wide[list(rows)] @ wide.t()).double().cpu().numpy())
         self.products[list(rows), :] = found
         self.products[:, list(rows)] = found.T
 

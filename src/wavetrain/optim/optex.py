@@ -16,7 +16,7 @@ at fewer points, several minibatches each, down to one point: then a round is on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -34,7 +34,7 @@ from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.play import Play
 from wavetrain.optim.rounds import Rounds
-from wavetrain.optim.team import Alone, Group, Team
+from wavetrain.optim.team import Alone, Group, Shards, Team
 
 HISTORY: Final = {"auto": 20, "paper": 50}
 SELECT: Final = ("last", "loss", "gradient")
@@ -58,6 +58,9 @@ class OptEx(Optimizer):
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
         process_group: every rank of it evaluates one minibatch of a round; all must start from the same weights.
+        shard_group: every rank of it holds other parameters of the same model, as the ranks of a pipeline do; all call ``step``
+            together, with closures of the same loss.
+        held_elsewhere: parameters here that another rank of ``shard_group`` holds as well, as tied weights; they count there.
         distance_coordinates: measure distances on so many coordinates, drawn at random, where there are more; None for all of
             them, at twice the memory.
         history_dtype: of the gradients that are kept, such as ``torch.bfloat16``; default: that of the parameters.
@@ -79,6 +82,8 @@ class OptEx(Optimizer):
         kernel: str = "matern52",
         select: str = "last",
         process_group: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
+        held_elsewhere: Iterable[Tensor] = (),
         distance_coordinates: int | None = 65_536,
         history_dtype: torch.dtype | None = None,
         clip_norm: float | None = None,
@@ -97,14 +102,16 @@ class OptEx(Optimizer):
             raise InputError(
                 "give parallel=N, the minibatches of a round, or process_group=dist.group.WORLD after dist.init_process_group()"
             )
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise InputError(f"process_group is {process_group!r}; expected a group of torch.distributed")
+        for what, group in (("process_group", process_group), ("shard_group", shard_group)):
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise InputError(f"{what} is {group!r}; expected a group of torch.distributed")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
         if history_dtype is not None and not (isinstance(history_dtype, torch.dtype) and history_dtype.is_floating_point):
             raise InputError(f"history_dtype is {history_dtype!r}; expected a type of real numbers, such as torch.bfloat16")
         device = Flat(base.param_groups).device
         self._team: Team = Alone() if process_group is None else Group(process_group, device)
+        self._shards, self._elsewhere = Shards(shard_group, device), tuple(held_elsewhere)
         size = self._team.size
         if parallel is not None and size is not None and parallel != size:
             raise InputError(
@@ -157,20 +164,30 @@ class OptEx(Optimizer):
 
     def _forget(self) -> None:
         """Begin anew with what is trained now."""
-        self._flat = flat = Flat(self.base.param_groups)
+        self._flat = flat = Flat(self.base.param_groups, self._elsewhere)
         count = self._distance_coordinates
         sampled = None
-        if count is not None and count < flat.num_coordinates:
+        if count is not None and count < flat.num_counted:
             chooser = torch.Generator().manual_seed(0)
-            sampled = torch.randperm(flat.num_coordinates, generator=chooser)[:count].sort().values.to(flat.device)
+            sampled = torch.randperm(flat.num_counted, generator=chooser)[:count].sort().values.to(flat.device)
         self._history = History(
-            self._capacity, flat.num_coordinates, flat.device, flat.dtype, sampled, self._history_dtype or flat.dtype
+            self._capacity,
+            flat.num_coordinates,
+            flat.device,
+            flat.dtype,
+            sampled,
+            self._history_dtype or flat.dtype,
+            self._shards,
+            flat.num_counted,
         )
         self._judge = Judge(self._kernel)
         self._pace = Pace(self.parallel)
         self._fork = Fork(self.base)
         self._start, self._work, self._mean = flat.empty(), flat.empty(), flat.empty()
-        self._proposed = None if sampled is None else self._start.new_empty(self.parallel, flat.num_coordinates)
+        self._proposed: Tensor | None = None
+        """The points of a round (N, d), where the history does not keep all of their coordinates."""
+        if sampled is not None or flat.num_counted < flat.num_coordinates:
+            self._proposed = self._start.new_empty(self.parallel, flat.num_coordinates)
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
 

@@ -45,6 +45,7 @@ class Play:
         self.estimate_seconds = self.evaluate_seconds = self.step_seconds = 0.0
         self.has: tuple[bool, ...] = ()
         """Which parameters got a gradient; until one is evaluated, all do."""
+        self.gradient_norm = 0.0
 
     def auto(self) -> Round:
         of, history = self.of, self.history
@@ -65,6 +66,7 @@ class Play:
             return self._skipped(losses, num_points)
         begin = time.perf_counter()
         history.close(good)
+        self.gradient_norm = math.sqrt(float(history.products[good[0], good[0]]))
         cosines, errors = self._compare(predicted, known, good)
         of._judge.hear(history, known, process, newest, good)
         process = of._judge.process(history) if known else None
@@ -95,6 +97,7 @@ class Play:
             return self._skipped(losses, len(new))
         begin = time.perf_counter()
         history.close(good)
+        self.gradient_norm = math.sqrt(float(history.products[good[0], good[0]]))
         cosines, errors = self._compare(predicted, known, good)
         self.estimate_seconds += time.perf_counter() - begin
         chosen = len(good) - 1
@@ -154,7 +157,7 @@ class Play:
             for i in indices:
                 one = shared[i] if shared else of._team.share(self._one(i))[0]
                 losses[i] = one.loss
-                if not is_finite(one.loss, one.gradient):
+                if not of._shards.all(is_finite(one.loss, one.gradient)):
                     continue
                 self.has = tuple(a or b for a, b in zip(self.has or one.has, one.has, strict=True))
                 count += 1
@@ -300,6 +303,7 @@ class Play:
             cosines=cosines,
             relative_errors=errors,
             drifts=drifts,
+            gradient_norm=self.gradient_norm,
             estimate_seconds=self.estimate_seconds,
             evaluate_seconds=self.evaluate_seconds,
             step_seconds=self.step_seconds,

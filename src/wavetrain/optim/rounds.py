@@ -34,6 +34,8 @@ class Round:
     """Of predicted and true gradients, at every point from which a step was proposed."""
     relative_errors: tuple[float, ...]
     """|predicted − true| / |true|, at the same points."""
+    gradient_norm: float
+    """Of the true gradient at the round's first point, the mean over its minibatches; 0 where the round was left out."""
     drifts: tuple[float, ...]
     """How far from the nearest evaluated point each step but the first began, as a share of the way from the round's start."""
     estimate_seconds: float

@@ -1,15 +1,23 @@
-"""Team: who evaluates which minibatch: this process all of them, or every rank of a process group one."""
+"""Who takes part in a round.
+
+A :class:`Team` shares its minibatches: this process evaluates all of them, or every rank of a process group one. :class:`Shards`
+share its parameters: this process holds all of them, or every rank of a process group some.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wavetrain.errors import RuntimeFailure
+
+Floats = NDArray[np.float64]
 
 
 class Team(Protocol):
@@ -117,3 +125,26 @@ class Group:
             Shared(gradient, float(one[1]), tuple(bool(v) for v in one[2:]))
             for gradient, one in zip(gradients, heads, strict=True)
         ]
+
+
+class Shards:
+    """The ranks that together hold the parameters of one model, as those of a pipeline do; None: this process holds all.
+
+    What a round decides, it decides by sums over all coordinates; these are the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def total(self, numbers: Floats) -> Floats:
+        """Sums over the ranks, element by element."""
+        if self._group is None:
+            return numbers
+        sums = torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+        dist.all_reduce(sums, group=self._group)
+        found: Floats = sums.cpu().numpy()
+        return found
+
+    def all(self, one: bool) -> bool:
+        """Whether it is so on all ranks."""
+        return one if self._group is None else not self.total(np.array([float(not one)]))[0]

@@ -140,7 +140,7 @@ class Pipeline:
         self._last: tuple[Schedule, list[Moment]] | None = None
         self._clock_offset: float | None = None
 
-    def step(self, inputs: Any, targets: Any, *, loss_scale: float = 1.0) -> Tensor:
+    def step(self, inputs: Any, targets: Any, *, loss_scale: float = 1.0, replica: int | None = None) -> Tensor:
         """Forward and backward of all micro-batches: gradients are added to ``.grad``.
 
         Args:
@@ -148,13 +148,15 @@ class Pipeline:
                 micro-batches of any sizes.
             targets: likewise.
             loss_scale: gradients are those of the loss times this; for float16, see :class:`wavetrain.runtime.scaling.LossScale`.
+            replica: compute as this one of several replicas would, and add nothing up over replicas: gradients and loss are
+                those of the batch that is given here, random numbers those of the replica.
 
         Returns:
             the loss of the whole batch, over all replicas, on every rank; a scalar on the CPU.
         """
         self._recorder.step = self.num_steps
-        data = self._data(inputs, targets, training=True, loss_scale=loss_scale)
-        self._reducer.begin()
+        data = self._data(inputs, targets, training=True, loss_scale=loss_scale, replica=replica)
+        self._reducer.begin(alone=replica is not None)
         loss = self._run(self._program, data, "step")
         self._recorder.note(Phase.COLLECTIVE)
         self._reducer.finish()
@@ -177,6 +179,10 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, each once: what its optimizer is given."""
         return (w.parameter for w in self._holding.weights)
+
+    def parameters_held_before(self) -> Iterator[nn.Parameter]:
+        """Those of this rank that an earlier rank of the pipeline holds as well: tied weights, of Chimera all."""
+        return (w.parameter for w in self._holding.weights if w.ranks[0] != self.mesh.pp_rank)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank with their names in the whole model."""
@@ -211,7 +217,9 @@ class Pipeline:
             self._clock_offset = clock_offset(group)
         return measured_timeline(schedule, gather_moments(moments, schedule, group, self._clock_offset))
 
-    def _data(self, inputs: Any, targets: Any, *, training: bool, loss_scale: float = 1.0) -> StepData:
+    def _data(
+        self, inputs: Any, targets: Any, *, training: bool, loss_scale: float = 1.0, replica: int | None = None
+    ) -> StepData:
         number = self.schedule.num_micro_batches
         given = split_batch(inputs, number, "inputs")
         wanted = split_batch(targets, number, "targets") if targets is not None else [None] * number
@@ -222,7 +230,7 @@ class Pipeline:
         counts = [float(self._count_fn(t)) if t is not None else 1.0 for t in wanted]
         total = torch.tensor([sum(counts)], dtype=torch.float64)
         replicas = self.mesh.group("dp")
-        if replicas is not None:
+        if replicas is not None and replica is None:
             dist.all_reduce(total, group=replicas)
         if not float(total) > 0:
             raise InputError("the batch has no targets that count; the loss would be 0 / 0")
@@ -233,7 +241,8 @@ class Pipeline:
             loss_scale=loss_scale,
             seed=self.seed * 1_000_003 + self.num_steps,
             training=training,
-            first_micro_batch=self.mesh.dp_rank * number,
+            first_micro_batch=(self.mesh.dp_rank if replica is None else replica) * number,
+            alone=replica is not None,
         )
 
     def _run(self, program: Program, data: StepData, method: str) -> Tensor:
@@ -315,7 +324,7 @@ class _TotalLoss:
         total = torch.zeros(self._mesh.dp, *self._mine.shape, dtype=torch.float64, device=self._mesh.device)
         total[self._mesh.dp_rank] = self._parts.sum(0)  # every entry comes from one rank: the sums are exact
         replicas = self._mesh.group("dp")
-        if replicas is not None:
+        if replicas is not None and not self._data.alone:
             dist.all_reduce(total, group=replicas)
         return total.sum().float().cpu()
 

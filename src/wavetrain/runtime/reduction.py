@@ -38,9 +38,11 @@ class Reducer:
         self._replicas = mesh.group("dp")
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
+        self._alone = False
 
-    def begin(self) -> None:
-        """Put aside the gradients of earlier steps, which were reduced already."""
+    def begin(self, *, alone: bool = False) -> None:
+        """Put aside the gradients of earlier steps, which were reduced already; ``alone``: add nothing up over replicas."""
+        self._alone = alone
         self._before.clear()
         for weight in self._holding.weights:
             if weight.parameter.grad is not None:
@@ -50,7 +52,7 @@ class Reducer:
 
     def stage_done(self, parameters: Sequence[Tensor]) -> None:
         """Start to sum the gradients of a stage over the replicas."""
-        if self._replicas is None:
+        if self._replicas is None or self._alone:
             return
         pending: list[Tensor] = []
         size = 0

@@ -57,6 +57,8 @@ class StepData:
     training: bool
     first_micro_batch: int = 0
     """The number of this replica's first micro-batch among those of all replicas."""
+    alone: bool = False
+    """Loss and gradients are of this replica only."""
     on_loss: Callable[[], None] | None = None
     """Called whenever the loss of a further micro-batch is known."""
     losses: dict[int, Tensor] = field(default_factory=dict)

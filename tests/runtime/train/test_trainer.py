@@ -117,6 +117,7 @@ def test_what_is_in_the_way_of_a_run(finished: tuple[Path, dict[str, Any]], tmp_
         ({"batch": 1}, "a batch of 1 .* 2 micro-batches"),
         ({"ranks": 4, "schedule": "1f1b", "layers": 1}, "3 layers, but .* 4 stages"),
         ({"ranks": 3, "dp": 2}, "3 ranks cannot be shared by dp=2"),
+        ({"optex": 3}, "a batch of 4 .* of optex=3 minibatches"),
         ({"tp": 3, "ranks": 3}, "2 heads cannot be split over tp=3"),
         ({"schedule": "1f1b", "waves": 2}, "1f1b takes no waves"),
         ({"schedule": "zb-wav"}, "did you mean 'zb-wave'"),
@@ -134,6 +135,10 @@ def test_what_is_in_the_way_of_a_run(finished: tuple[Path, dict[str, Any]], tmp_
         ({"lr": math.nan}, "lr is nan"),
         ({"log": ("tensorbord",)}, "did you mean 'tensorboard'"),
         ({"precision": "fp8"}, "precision 'fp8'"),
+        ({"optex": 0}, "optex is 0"),
+        ({"optex": 4, "dp": 2, "ranks": 2}, "dp = 2: every replica is one point; take dp = 4, or dp = 1"),
+        ({"optex": 2, "precision": "fp16"}, "optex with fp16"),
+        ({"optex": 2, "tp": 2, "ranks": 2}, "optex = 2 with tp = 2"),
     ):
         with pytest.raises(InputError, match=message):
             TrainConfig(out="x", **changes)
@@ -177,6 +182,18 @@ def test_or_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (False, False),
         (False, False),
     ]
+
+
+def test_rounds_of_optex_learn_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(TrainConfig(**{**SMALL, "batch": 8}, out=str(out), optex=2))
+    train(TrainConfig(**{**SMALL, "batch": 8, "steps": 12}, out=str(out), optex=2, resume=True))
+    records = read_metrics(out / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert all(1 <= record["accepted"] <= record["points"] <= 2 and record["grad_norm"] > 0 for record in records)
+    assert records[-1]["loss"] < records[6]["loss"] < records[0]["loss"]
+    more = train(TrainConfig(**{**SMALL, "steps": 13}, out=str(out), resume=True))
+    assert more["step"] == 13, "what was saved is the state of AdamW: it goes on without OptEx too"
 
 
 def test_a_file_named_stop_ends_the_run_after_its_step(tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ class TrainConfig:
     """Steps of the whole run. Default: 200, or what fits in ``minutes``."""
     minutes: float | None = None
     """Minutes of training of the whole run, instead of steps."""
+    optex: int | None = None
+    """OptEx: gradients at so many points of the way ahead a step, by as many replicas at once (dp), or by one pipeline one after
+    another; up to as many steps of the optimizer."""
     lr: float = 1e-3
     """The highest learning rate."""
     warmup: int = 20
@@ -143,7 +146,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "dp", "tp", "keep", "validation_batches"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("vocab", "batch", "ranks", "waves", "stages_per_rank", "micro_batches", "steps", "degree"):
+        for name in ("vocab", "batch", "ranks", "waves", "stages_per_rank", "micro_batches", "steps", "degree", "optex"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for name in ("warmup", "seed", "validate_every", "checkpoint_every"):
@@ -159,11 +162,26 @@ class TrainConfig:
             raise InputError("steps and minutes are both given; one of them says when the run ends")
         if self.precision not in PRECISIONS:
             raise UnknownNameError("precision", self.precision, PRECISIONS)
+        if self.optex is not None:
+            self._check_optex(self.optex)
         for name in self.log:
             if name not in LOGGERS:
                 raise UnknownNameError("log", name, LOGGERS)
         if not self.out:
             raise InputError("out is empty; give the run a directory, such as runs/first")
+
+    def _check_optex(self, optex: int) -> None:
+        if self.dp not in (1, optex):
+            raise InputError(f"optex = {optex} with dp = {self.dp}: every replica is one point; take dp = {optex}, or dp = 1")
+        if self.tp > 1:
+            raise InputError(f"optex = {optex} with tp = {self.tp}: weights that ranks share are not supported; take tp = 1")
+        if self.precision == "fp16":
+            raise InputError("optex with fp16: its loss scale is not supported in a pipeline; take bf16 or fp32")
+
+    @property
+    def num_minibatches(self) -> int:
+        """Parts of a step's batch whose gradients are computed apart: by replicas, or one after another."""
+        return self.optex or self.dp
 
     @property
     def pipeline_ranks(self) -> int:
@@ -217,11 +235,13 @@ class TrainConfig:
         if waves is None and takes_waves:
             waves = max(1, min(2, num_layers // (2 * self.pipeline_ranks)))
         micro_batches = self.micro_batches or num_micro_batches or 2 * self.pipeline_ranks
-        batch = self.batch if self.batch is not None else 2 * micro_batches * self.dp
-        if batch % self.dp or batch // self.dp < micro_batches:
+        parts = self.num_minibatches
+        batch = self.batch if self.batch is not None else 2 * micro_batches * parts
+        if batch % parts or batch // parts < micro_batches:
+            each = f"of optex={self.optex} minibatches" if self.optex else f"of dp={self.dp} replicas"
             raise InputError(
-                f"a batch of {batch} sequences cannot be split into {micro_batches} micro-batches for each of dp={self.dp} "
-                f"replicas; take a batch of {2 * micro_batches * self.dp}, or fewer micro-batches"
+                f"a batch of {batch} sequences cannot be split into {micro_batches} micro-batches for each {each}; "
+                f"take a batch of {2 * micro_batches * parts}, or fewer micro-batches"
             )
         steps = 200 if self.steps is None and self.minutes is None else self.steps
         return replace(self, ranks=ranks, waves=waves, micro_batches=micro_batches, batch=batch, steps=steps)

@@ -82,8 +82,11 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Schedule]:
     return config, given
 
 
-def open_batches(config: TrainConfig, replica: int = 0) -> tuple[Batches, Batches | None]:
-    """The stream that is trained on, and what is held out; None if the data is too short to hold out a sequence."""
+def open_batches(config: TrainConfig, replica: int = 0) -> tuple[list[Batches], Batches | None]:
+    """What is trained on, a stream for every minibatch of a step that a replica computes, and what is held out.
+
+    Nothing is held out (None) if the data is too short for a sequence of it.
+    """
     vocab = config.model_config().vocab
     masked = config.model == "bert"
     data = open_data(config.data or None, dtype=config.data_dtype, vocab=vocab - 1 if masked else vocab)
@@ -93,9 +96,14 @@ def open_batches(config: TrainConfig, replica: int = 0) -> tuple[Batches, Batche
     kept, held_out = data.split(HELD_OUT)
     enough = len(held_out) > config.seq
     assert config.batch is not None
-    common: dict[str, Any] = {"batch": config.batch, "seq": config.seq, "replica": replica, "num_replicas": config.dp}
-    training = Batches(kept if enough else data, seed=config.seed, objective=objective, **common)
-    return training, Batches(held_out, shuffle=False, objective=objective, **common) if enough else None
+    common: dict[str, Any] = {"batch": config.batch, "seq": config.seq, "objective": objective}
+    of_step = range(config.num_minibatches) if config.dp == 1 else [replica]
+    training = [
+        Batches(kept if enough else data, seed=config.seed, replica=i, num_replicas=config.num_minibatches, **common)
+        for i in of_step
+    ]
+    held = Batches(held_out, shuffle=False, replica=replica, num_replicas=config.dp, **common) if enough else None
+    return training, held
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

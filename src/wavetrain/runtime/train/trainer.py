@@ -5,7 +5,7 @@
 
 A step is::
 
-    batch ─► pipe.step ─► clip ─► AdamW ─► agree (stop? how long? how busy?) ─► metrics ─► validate, save
+    learn from a batch ─► agree (stop? how long? how busy?) ─► metrics ─► validate, save
 
 The learning rate is a function of the step and of the share of the run that is done, so there is nothing of it to save.
 """
@@ -35,8 +35,8 @@ from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.launch import launch
 from wavetrain.runtime.mesh import Mesh
 from wavetrain.runtime.pipeline import Pipeline
-from wavetrain.runtime.scaling import LossScale
 from wavetrain.runtime.train.config import TrainConfig
+from wavetrain.runtime.train.learning import Learned, make_learner
 from wavetrain.runtime.train.metrics import METRICS_FILE, Sink, open_sinks
 from wavetrain.runtime.train.progress import Display, open_display
 from wavetrain.runtime.train.report import gather_timelines, loss_curves, step_figures
@@ -155,9 +155,8 @@ class _Trainer:
         if mesh.world_size != config.ranks:
             raise InputError(f"the plan has {config.ranks} ranks, but {mesh.world_size} were launched")
         self.first = mesh.rank == 0
-        self.batches, self.validation = open_batches(config, mesh.dp_rank)
-        self.optimizer = make_optimizer(self.pipe, config)
-        self.scale = LossScale(value=2.0**16 if config.precision == "fp16" else 1.0)
+        batches, self.validation = open_batches(config, mesh.dp_rank)
+        self.learner = make_learner(self.pipe, make_optimizer(self.pipe, config), batches, config)
         self.recent: deque[list[Moment]] = deque(maxlen=_STEPS_LOOKED_AT)
         self.seconds: list[float] = []
         self.validated: tuple[int, float] | None = None
@@ -200,13 +199,11 @@ class _Trainer:
     def _resume(self) -> None:
         if not self.config.resume:
             return
-        extra = checkpoint.load(self.config.checkpoints, self.pipe, self.optimizer, fallback=True)
+        extra = checkpoint.load(self.config.checkpoints, self.pipe, self.learner.optimizer, fallback=True)
         self.saved = Path(extra["checkpoint"])
-        self.batches.position = int(extra["data_position"])
         self.elapsed = float(extra["elapsed_seconds"])
-        if self.config.precision == "fp16" and "loss_scale" in extra:
-            self.scale = LossScale(value=float(extra["loss_scale"][0]), num_good=int(extra["loss_scale"][1]))
-        for group in self.optimizer.param_groups:  # what was saved may be of other flags
+        self.learner.resume(extra)
+        for group in self.learner.optimizer.param_groups:  # what was saved may be of other flags
             group["weight_decay"] = self.config.weight_decay if group["params"] and group["params"][0].dim() > 1 else 0.0
 
     @contextlib.contextmanager
@@ -230,6 +227,7 @@ class _Trainer:
         config, schedule = self.config, self.pipe.schedule
         waves = f" in {schedule.waves} wave{'s' if schedule.waves > 1 else ''}" if schedule.waves else ""
         axes = "".join(f", {axis} {n}" for axis, n in (("dp", config.dp), ("tp", config.tp)) if n > 1)
+        axes += f", OptEx of {config.optex} minibatches a step" if config.optex else ""
         since = f", from step {self.pipe.num_steps}" if self.pipe.num_steps else ""
         return (
             f"{config.model}, {len(schedule.actions)} pipeline ranks{axes}, {schedule.name}{waves}, "
@@ -251,20 +249,12 @@ class _Trainer:
         begin = time.monotonic()
         pipe, config = self.pipe, self.config
         lr = config.lr * lr_factor(pipe.num_steps, config.warmup, self._done())
-        for group in self.optimizer.param_groups:
+        for group in self.learner.optimizer.param_groups:
             group["lr"] = lr
-        loss = float(pipe.step(*next(self.batches), loss_scale=self.scale.value))
-        # of fp16, gradients beyond its range are no surprise as long as the scale can fall: such a step is left out
-        scaled = config.precision == "fp16"
-        expected = scaled and self.scale.value > 1.0 and math.isfinite(loss)
-        in_range = self.scale.update(pipe.unscale_(self.scale.value)) if scaled else True
-        norm = float(pipe.clip_grad_norm_(config.clip))
-        good = in_range and math.isfinite(loss) and math.isfinite(norm)
-        if good:
-            self.optimizer.step()
-        elif config.stop_on_nan and not expected:
-            raise self._diverged(loss, norm)
-        self.optimizer.zero_grad()
+        learned = self.learner.learn()
+        if not learned.good and config.stop_on_nan and not learned.expected:
+            raise self._diverged(learned)
+        self.learner.optimizer.zero_grad()
         self.recent.append(pipe.moments)
         shared = self._agree(time.monotonic() - begin)
         taken = shared.elapsed_seconds - self.elapsed
@@ -272,16 +262,17 @@ class _Trainer:
         self.seconds.append(taken)
         record = {
             "step": pipe.num_steps,
-            "loss": loss,
+            "loss": learned.loss,
             "tokens_per_second": self._tokens() / taken,
             "step_seconds": taken,
             "bubble": shared.bubble,
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": learned.norm,
             "tokens": pipe.num_steps * self._tokens(),
             "elapsed_seconds": self.elapsed,
+            **learned.figures,
         }
-        return loss, shared.stop, record | ({} if good else {"skipped": True})
+        return learned.loss, shared.stop, record | ({} if learned.good else {"skipped": True})
 
     def _after_step(self, record: dict[str, Any], stopped: bool, display: Display, sinks: list[Sink]) -> None:
         step, config, ended = self.pipe.num_steps, self.config, self._done() >= 1
@@ -325,14 +316,14 @@ class _Trainer:
         extra = {
             "config": self.config.to_dict(),
             "model": self.config.model_config().to_dict(),
-            "data_position": self.batches.position,
             "elapsed_seconds": self.elapsed,
-            "loss_scale": [self.scale.value, self.scale.num_good],
+            **self.learner.state(),
         }
-        self.saved = checkpoint.save(self.config.checkpoints, self.pipe, self.optimizer, extra=extra, keep=self.config.keep)
+        optimizer = self.learner.optimizer
+        self.saved = checkpoint.save(self.config.checkpoints, self.pipe, optimizer, extra=extra, keep=self.config.keep)
         self.recorder.note(Phase.IDLE)
 
-    def _diverged(self, loss: float, norm: float) -> DivergedError:
+    def _diverged(self, learned: Learned) -> DivergedError:
         """What all ranks raise; each says whether what it holds is finite."""
         mesh = self.pipe.mesh
         weights: list[Tensor] = list(self.pipe.parameters())
@@ -346,7 +337,7 @@ class _Trainer:
             where, ranks = f"weights are finite, gradients of {_ranks(bad[1])} are not", bad[1]
         else:
             where, ranks = f"weights and gradients are finite; rank {end} computes the loss", [end]
-        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradients is {norm}"
+        what = f"loss is {learned.loss}" if not math.isfinite(learned.loss) else f"norm of the gradients is {learned.norm}"
         last = f"the last good checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
         advice = "lower the learning rate (lr), or leave such steps out with --no-stop-on-nan"
         message = f"the {what} at step {self.pipe.num_steps}: {where}; {last}; {advice}"
