@@ -65,6 +65,8 @@ def test_stats_in_the_terminal(models: Path) -> None:
         (("generate", "MODELS/nothing", "a"), "there is no directory"),
         (("generate", "MODELS/kraken", "x" * 64), "shorten it by 1"),
         (("generate", "MODELS/kraken", "a", "--top-p", 2), "top_p is 2"),
+        (("generate", "MODELS/kraken", "a", "--logprobs", 2), "--logprobs is shown with --json"),
+        (("generate", "MODELS/kraken", "a", "--at-once", 0), "--at-once is 0"),
         (("convert", "MODELS/kraken", "--out", "MODELS/new", "--to", "gpt3"), "gpt2"),
         (("convert", "MODELS/kraken", "--out", "MODELS/gpt"), "holds a model already"),
         (("convert", "MODELS/kraken", "--out", "MODELS/new"), "only a gpt can become a Kraken"),

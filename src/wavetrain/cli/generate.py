@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wavetrain.serve.sampling import SamplingParams
 
 MAX_PROMPTS = 10_000
+MAX_AT_ONCE = 4_096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,10 @@ class Generate(Output):
 
     def run(self) -> int:
         """Generate, and print."""
+        if self.logprobs is not None and not self.json:
+            raise InputError("--logprobs is shown with --json only; add it")
+        if not 1 <= self.at_once <= MAX_AT_ONCE:
+            raise InputError(f"--at-once is {self.at_once}; give a number from 1 to {MAX_AT_ONCE}")
         prompts = self._prompts()
         with self.how.open(self.model, max_rows=min(self.at_once, len(prompts))) as llm:
             if self.json or len(prompts) > 1:
