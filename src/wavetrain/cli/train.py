@@ -208,15 +208,22 @@ class Train(Output):
 def draw_run(
     out: Path, timelines: Sequence[Timeline], losses: Mapping[str, Sequence[tuple[float, float]]], title: str
 ) -> dict[str, str]:
-    """The pictures of a run: its losses, and its step as measured and as predicted, on one axis."""
+    """The pictures of a run: its losses, its step as measured and as predicted, on one axis, and the rounds of OptEx."""
     from wavetrain.files import write_text
+    from wavetrain.runtime.train.metrics import METRICS_FILE
+    from wavetrain.runtime.train.report import round_curves
     from wavetrain.view.chart import line_chart
     from wavetrain.view.page import write_page
 
     curve, page = out / "loss.svg", out / "timeline.html"
     write_text(curve, line_chart(losses, title=title, x_label="step", y_label="loss, nats a token", y_from_zero=False))
     write_page(page, timelines)
-    return {"loss_curve": str(curve), "timeline": str(page)}
+    written = {"loss_curve": str(curve), "timeline": str(page)}
+    rounds = round_curves(out / METRICS_FILE)
+    if rounds:
+        written["rounds"] = str(out / "rounds.svg")
+        write_text(out / "rounds.svg", line_chart(rounds, title=title, x_label="round", y_label="a round"))
+    return written
 
 
 def _sample(config: TrainConfig) -> str:

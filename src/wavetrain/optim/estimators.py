@@ -6,7 +6,12 @@
     zero      nothing: the optimizer coasts on its momentum
     gp        a Gaussian process whose length scale and noise predict each of the newest gradients best from all others
 
-All give weights of known gradients. A :class:`Judge` sees how far each was off, lately, and chooses.
+All give weights of known gradients. A :class:`Judge` sees what each was worth, lately, and chooses.
+
+What is an estimate ĝ of a gradient g worth? A step along it takes the loss down by ĝ·g − ρ/2·|ĝ|², in units of the rate, where
+ρ is the rate times the curvature along such steps. With ρ = 1 this is the squared error; but the noise of minibatches lies mostly
+where the loss is flat, and there ρ is far smaller: then a fresh, noisy estimate is worth more than a stale average whose squared
+error is less. ρ is measured, along the steps that were proposed.
 """
 
 from __future__ import annotations
@@ -32,6 +37,9 @@ MEMORY: Final = 0.8
 COASTING: Final = 0.5
 """Coasting is believed only if its squared error is below this share of all others': under noise its error is the least of all,
 but it is short of every step that follows."""
+FLATTEST: Final = 0.05
+STEEPEST: Final = 2.0
+"""Bounds of ρ: above 2, a step would take the loss up."""
 MIN_POINTS: Final = 3
 """Known gradients that it takes for a Gaussian process."""
 
@@ -44,9 +52,11 @@ class Judge:
     """
 
     def __init__(self, kernel: str) -> None:
+        self.curvature = 1.0
+        """ρ, lately."""
         self.priors = tuple(Prior(length, noise, kernel) for length in LENGTHS for noise in NOISES)
         self.errors: Floats = np.zeros(len(ESTIMATORS))
-        """Squared errors of predictions, over squared gradients, weighted by age."""
+        """Of predictions, over squared gradients, weighted by age: |g|² − 2·ĝ·g + ρ·|ĝ|²."""
         self.left_out: Floats = np.zeros(len(self.priors))
         """The same of every prior, of each new gradient given all others."""
 
@@ -79,24 +89,30 @@ class Judge:
         squares = history.between(new, before)
         for i, name in enumerate(ESTIMATORS):
             w = np.stack([weights(name, process, history, before, num_newest, row) for row in squares])
-            off = np.einsum("qi,ij,qj->q", w, inner, w) - 2 * (w * cross).sum(axis=1) + own
-            error = max(0.0, float(off.sum())) / max(float(own.sum()), 1e-300)
+            off = self.curvature * np.einsum("qi,ij,qj->q", w, inner, w) - 2 * (w * cross).sum(axis=1) + own
+            error = float(off.sum()) / max(float(own.sum()), 1e-300)
             self.errors[i] = MEMORY * self.errors[i] + min(error, 1e6)
         if len(history) < MIN_POINTS:
             return
         squares = history.between(history.rows)
         unit, products = typical_distance(squares), history.products[np.ix_(history.rows, history.rows)]
         which = [history.rows.index(row) for row in new]
-        found = left_out_errors(self.priors, squares, unit, products, which)
+        found = left_out_errors(self.priors, squares, unit, products, which, self.curvature)
         self.left_out = MEMORY * self.left_out + np.minimum(np.nan_to_num(found, nan=1e6), 1e6)
 
+    def feel(self, curvature: float) -> None:
+        """Learn from the steps of a round: ρ along them."""
+        self.curvature = MEMORY * self.curvature + (1 - MEMORY) * min(max(curvature, FLATTEST), STEEPEST)
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors."""
-        return {"errors": torch.from_numpy(self.errors.copy()), "left_out": torch.from_numpy(self.left_out.copy())}
+        """Plain tensors and a number."""
+        numbers = {"errors": torch.from_numpy(self.errors.copy()), "left_out": torch.from_numpy(self.left_out.copy())}
+        return {**numbers, "curvature": self.curvature}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
         self.errors, self.left_out = state["errors"].numpy().copy(), state["left_out"].numpy().copy()
+        self.curvature = float(state["curvature"])
 
 
 def weights(

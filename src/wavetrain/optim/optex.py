@@ -135,6 +135,7 @@ class OptEx(Optimizer):
         self._ready = True
         self.stats = Rounds()
         self._round = 0
+        self._kept: list[Callable[[], Any]] = []
         self._forget()
 
     # groups and state are the inner optimizer's own, also after it has loaded others
@@ -202,7 +203,8 @@ class OptEx(Optimizer):
 
         Args:
             closure: given the index of a minibatch, 0 to N − 1 (or nothing), returns its loss; the backward pass is done here if
-                the closure has not done it. It is called N times, or once on every rank of a process group.
+                the closure has not done it. It is called N times, or once on every rank of a process group. Without it, the N
+                minibatches are those of :meth:`later`.
 
         Returns:
             The mean loss of the N minibatches, each at the point where it was evaluated.
@@ -214,12 +216,7 @@ class OptEx(Optimizer):
 
         Whatever is raised, by the closure too, parameters and optimizer are as they were before the round.
         """
-        if closure is None:
-            raise InputError(
-                "OptEx evaluates the loss at several points: call opt.step(lambda i: loss of minibatch i) and leave out "
-                "loss.backward()"
-            )
-        call = with_index(closure)
+        call = self._collected() if closure is None else with_index(closure)
         if not self._flat.same(self.base.param_groups):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
@@ -233,6 +230,31 @@ class OptEx(Optimizer):
         self._round += 1
         self.stats.add(found)
         return found.loss
+
+    def later(self, closure: Callable[[], Any]) -> None:
+        """Keep the loss of a minibatch for the next ``step()`` without arguments.
+
+        For training loops that are not yours and call ``step()`` themselves, as the Trainer of Hugging Face does.
+
+        Args:
+            closure: returns the loss of one minibatch. N of them make a round; with a process group, one on every rank.
+        """
+        if not callable(closure):
+            raise InputError(f"later() takes a function that returns the loss of a minibatch; got {type(closure).__name__}")
+        self._kept.append(closure)
+
+    def _collected(self) -> Callable[[int], Any]:
+        """What was kept for later, by the index of a minibatch."""
+        kept, self._kept = self._kept, []
+        number = self.parallel if self._team.size is None else 1
+        if not kept:
+            raise InputError(
+                "OptEx evaluates the loss at several points: call opt.step(lambda i: loss of minibatch i) and leave out "
+                "loss.backward(); or hand over N losses before with opt.later(lambda: loss)"
+            )
+        if len(kept) != number:
+            raise InputError(f"a round has {number} minibatches, but {len(kept)} were kept with later()")
+        return lambda i: kept[i if number > 1 else 0]()
 
     def held_bytes(self) -> int:
         """Bytes kept between rounds, beside the parameters and the inner optimizer's own state."""

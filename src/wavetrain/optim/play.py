@@ -68,11 +68,18 @@ class Play:
         history.close(good)
         self.gradient_norm = math.sqrt(float(history.products[good[0], good[0]]))
         cosines, errors = self._compare(predicted, known, good)
+        slopes = self._slopes(good)
+        curvature = self._curvature(slopes, predicted, known, good)
+        if curvature is not None:
+            of._judge.feel(curvature)
         of._judge.hear(history, known, process, newest, good)
         process = of._judge.process(history) if known else None
         of._num_newest = len(good)
         self.estimate_seconds += time.perf_counter() - begin
         accepted, drifts = self._replay(good, process)
+        if accepted < len(good):
+            falls = np.concatenate(([0.0], np.cumsum(slopes.mean(axis=1))))
+            accepted = self._go_further(accepted, int(falls.argmin()), predicted, known, good, process)
         rising = any(group.get("maximize", False) for group in of.param_groups)
         of._pace.hear(accepted, [-loss if rising else loss for loss in losses if math.isfinite(loss)])
         return self._told(told, losses, num_points, accepted, cosines, errors, drifts)
@@ -241,6 +248,63 @@ class Play:
                 accepted += 1
         flat.forget_gradients()
         return accepted, tuple(drifts)
+
+    def _go_further(
+        self,
+        accepted: int,
+        at: int,
+        predicted: Sequence[Floats | None],
+        known: Sequence[int],
+        good: Sequence[int],
+        process: Process | None,
+    ) -> int:
+        """Where the replay left the way that was proposed: end on that way instead, if it went on downhill; steps in all.
+
+        The lowest point of the way is that of number ``at``; from there, a step is made with the gradient there.
+        """
+        if at < accepted:
+            return accepted
+        self._rewind()
+        for one in predicted[:at]:
+            self._step(one, known)
+        if process is None:
+            self._step(np.ones(1), [good[at]])
+        else:
+            self._step(process.weights(self.history.squares[good[at], self.history.rows]), self.history.rows)
+        self.flat.forget_gradients()
+        return at + 1
+
+    def _slopes(self, good: Sequence[int]) -> Floats:
+        """Of every proposed step, how steeply the loss rises along it, where it begins and where it ends: (steps, 2).
+
+        Their mean is what the step changes the loss by; exactly so for quadratic functions.
+        """
+        of, history = self.of, self.history
+        count, rising = self.flat.num_counted, any(group.get("maximize", False) for group in of.param_groups)
+        found = np.zeros((len(good) - 1, 2))
+        for at in range(len(good) - 1):
+            if of._proposed is None:
+                begin, end = (history.points[row] for row in good[at : at + 2])
+            else:
+                begin, end = of._proposed[at], of._proposed[at + 1]
+            moved = torch.sub(end, begin, out=of._work)[:count]
+            for i, row in enumerate(good[at : at + 2]):
+                found[at, i] = float(history.gradients[row][:count].to(moved.dtype) @ moved)
+        return of._shards.total(-found if rising else found)
+
+    def _curvature(
+        self, slopes: Floats, predicted: Sequence[Floats | None], known: Sequence[int], good: Sequence[int]
+    ) -> float | None:
+        """The rate times the curvature along the proposed steps, of steps −rate·ĝ: Σ ĝ·H·ĝ·rate / Σ |ĝ|²; None if uphill."""
+        products = self.history.products
+        cross = size = 0.0
+        for w, row in zip(predicted, good[: len(slopes)], strict=False):
+            if w is None:
+                return None
+            cross += float(w @ products[row, known])
+            size += float(w @ products[np.ix_(known, known)] @ w)
+        down, bend = -float(slopes[:, 0].sum()), float((slopes[:, 1] - slopes[:, 0]).sum())
+        return bend * cross / (down * size) if len(slopes) and down > 0 and cross > 0 and size > 0 else None
 
     def _rewind(self) -> None:
         """Parameters and optimizer as they were when the round began."""

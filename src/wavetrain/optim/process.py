@@ -63,10 +63,13 @@ class Process:
         return found
 
 
-def left_out_errors(priors: Sequence[Prior], squares: Floats, unit: float, products: Floats, which: Sequence[int]) -> Floats:
+def left_out_errors(
+    priors: Sequence[Prior], squares: Floats, unit: float, products: Floats, which: Sequence[int], curvature: float = 1.0
+) -> Floats:
     """How wrong gradients ``which`` would have been predicted from all others, by each prior: Σ |error|² / Σ |gradient|².
 
-    Of a process conditioned on all but one point, the error there is (A·G)ᵢ / Aᵢᵢ, A the inverse less what the mean takes.
+    Of a process conditioned on all but one point, the error there is (A·G)ᵢ / Aᵢᵢ, A the inverse less what the mean takes. With a
+    ``curvature`` ρ other than 1 it is Σ (|g|² − 2·ĝ·g + ρ·|ĝ|²) / Σ |g|² of predictions ĝ, see :mod:`wavetrain.optim.estimators`.
     """
     apart = np.sqrt(squares)
     lengths = sorted({prior.length for prior in priors})
@@ -77,9 +80,14 @@ def left_out_errors(priors: Sequence[Prior], squares: Floats, unit: float, produ
     ones = inverses.sum(axis=2)
     a = inverses - ones[:, :, None] * ones[:, None, :] / ones.sum(axis=1)[:, None, None]
     rows = a[:, which]
-    own = np.maximum(np.diagonal(a, axis1=1, axis2=2)[:, which] ** 2, 1e-300)
-    errors = ((rows @ products) * rows).sum(axis=2) / own
-    found: Floats = np.maximum(errors.sum(axis=1), 0.0) / max(float(np.diag(products)[list(which)].sum()), 1e-300)
+    own = np.diagonal(a, axis1=1, axis2=2)[:, which]
+    own = np.where(np.abs(own) > 1e-150, own, 1e-150)
+    along = rows @ products  # (priors, which, n)
+    errors = (along * rows).sum(axis=2) / own**2  # |g − ĝ|²
+    crossed = np.stack([along[:, q, i] for q, i in enumerate(which)], axis=1) / own  # (g − ĝ)·g
+    sizes = np.diag(products)[list(which)]
+    costs = sizes - 2 * (sizes - crossed) + curvature * (sizes - 2 * crossed + errors)
+    found: Floats = costs.sum(axis=1) / max(float(sizes.sum()), 1e-300)
     return found
 
 

@@ -92,6 +92,15 @@ class Rounds:
         """Remember a round."""
         self._rounds.append(one)
 
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """(round, number) pairs of points, steps and the mean cosine of predictions, as :func:`wavetrain.view.chart.line_chart`
+        takes them.
+        """
+        shown = {"points asked for": "num_points", "steps taken": "num_accepted"}
+        found = {name: [(float(r.number), float(getattr(r, key))) for r in self] for name, key in shown.items()}
+        found["cosine of predictions"] = [(float(r.number), sum(r.cosines) / len(r.cosines)) for r in self if r.cosines]
+        return found
+
     def save(self, path: str | Path) -> None:
         """As JSON lines, a round each."""
         Path(path).write_text("".join(json.dumps(_plain(one.to_dict())) + "\n" for one in self._rounds), encoding="utf-8")

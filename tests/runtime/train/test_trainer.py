@@ -187,7 +187,8 @@ def test_or_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_rounds_of_optex_learn_and_go_on_after_a_resume(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(TrainConfig(**{**SMALL, "batch": 8}, out=str(out), optex=2))
-    train(TrainConfig(**{**SMALL, "batch": 8, "steps": 12}, out=str(out), optex=2, resume=True))
+    train(TrainConfig(**{**SMALL, "batch": 8, "steps": 12}, out=str(out), optex=2, resume=True), draw=draw_run)
+    assert "steps taken" in (out / "rounds.svg").read_text()
     records = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 13))
     assert all(1 <= record["accepted"] <= record["points"] <= 2 and record["grad_norm"] > 0 for record in records)

@@ -94,9 +94,15 @@ def step_figures(schedule: Schedule, timelines: Sequence[Timeline]) -> tuple[dic
 
 def loss_curves(metrics: Path) -> dict[str, list[tuple[float, float]]]:
     """(step, loss) of a metrics file, of training and of validation, where there are any."""
+    return _curves(metrics, {"training": "loss", "validation": "validation_loss"})
+
+
+def round_curves(metrics: Path) -> dict[str, list[tuple[float, float]]]:
+    """(step, number) of a metrics file: of the rounds of OptEx, where there are any."""
+    return _curves(metrics, {"points asked for": "points", "steps taken": "accepted", "cosine of predictions": "cosine"})
+
+
+def _curves(metrics: Path, keys: dict[str, str]) -> dict[str, list[tuple[float, float]]]:
     records = read_metrics(metrics)
-    curves = {
-        name: [(float(r["step"]), float(r[key])) for r in records if r.get(key) is not None]
-        for name, key in (("training", "loss"), ("validation", "validation_loss"))
-    }
+    curves = {name: [(float(r["step"]), float(r[key])) for r in records if r.get(key) is not None] for name, key in keys.items()}
     return {name: points for name, points in curves.items() if points}
