@@ -1,0 +1,167 @@
+"""OptEx by the clock: two ranks on two cores, against one process that steps with every minibatch.
+
+A GPT learns Shakespeare's letters. How long until the loss that vanilla Adam, at its best rate, reaches in 300 steps? Losses on
+held-out text are looked at between rounds, off the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from benchmarks.report import Report, Row, main
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from wavetrain.data.batches import Batches
+from wavetrain.data.tokens import open_data
+from wavetrain.models import GPT
+from wavetrain.optim import OptEx
+from wavetrain.runtime.launch import launch
+from wavetrain.runtime.mesh import join
+
+DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+RANKS = 2
+RATES = (1e-3, 3e-3, 1e-2)
+STEPS = 300
+LOOK_EVERY = 10
+TARGET = 0.75
+SEQ = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and its training."""
+
+    layers: int = 4
+    hidden: int = 128
+    batch: int = 32
+    steps: int = STEPS
+    held_out: int = 8
+
+
+Curve = list[tuple[int, float, float]]
+"""(rounds, seconds, held-out loss), every now and then."""
+
+
+def _streams(size: Size) -> tuple[Batches, list[tuple[Tensor, Tensor]], str]:
+    """Minibatches without end, those that are held out, and what the text is called."""
+    file = DATA / "text" / "tinyshakespeare.txt"
+    kept, held_out = open_data([file] if file.exists() else None).split(0.1)
+    validation = Batches(held_out, batch=32, seq=SEQ, shuffle=False)
+    looked_at = [validation.at(i) for i in range(size.held_out)]
+    return Batches(kept, batch=size.batch, seq=SEQ), looked_at, file.stem if file.exists() else "Python's standard library"
+
+
+Loss = Callable[[int], Tensor]
+Make = Callable[[GPT, float], tuple[int, Callable[[Loss], object]]]
+"""(model, rate) → minibatches of a round, and what does a round, given the loss of each."""
+
+
+def _train(size: Size, rate: float, threads: int, make: Make) -> Curve:
+    """Losses by rounds and seconds."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = GPT(num_layers=size.layers, hidden=size.hidden, num_heads=4, vocab=256, max_length=SEQ)
+    batches, looked_at, _ = _streams(size)
+    number, go = make(model, rate)
+    curve: Curve = []
+    seconds = 0.0
+    for step in range(1, size.steps + 1):
+        first = (step - 1) * number
+
+        def loss(i: int, first: int = first) -> Tensor:
+            x, y = batches.at(first + i)
+            return cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+        begin = time.perf_counter()
+        go(loss)
+        seconds += time.perf_counter() - begin
+        if step % LOOK_EVERY == 0:
+            with torch.no_grad():
+                found = sum(float(cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in looked_at) / len(looked_at)
+            curve.append((step, seconds, found if math.isfinite(found) else math.inf))
+    return curve
+
+
+def _vanilla(size: Size, rate: float, threads: int) -> Curve:
+    def make(model: GPT, rate: float) -> tuple[int, Callable[[Loss], object]]:
+        opt = torch.optim.Adam(model.parameters(), lr=rate)
+
+        def go(loss: Loss) -> None:
+            opt.zero_grad()
+            torch.autograd.backward(loss(0))
+            opt.step()
+
+        return 1, go
+
+    return _train(size, rate, threads, make)
+
+
+def _optex(size: Size, rate: float) -> Curve:
+    """On one of two ranks, with one thread."""
+    join()
+
+    def make(model: GPT, rate: float) -> tuple[int, Callable[[Loss], object]]:
+        opt = OptEx(torch.optim.Adam(model.parameters(), lr=rate), process_group=dist.group.WORLD)
+        return RANKS, lambda loss: opt.step(loss)
+
+    return _train(size, rate, 1, make)
+
+
+def run(quick: bool) -> Report:
+    """Seconds to a loss."""
+    size = Size(layers=1, hidden=32, batch=4, steps=20, held_out=1) if quick else Size()
+    rates = RATES[:1] if quick else RATES
+    vanilla = {(rate, threads): launch(_vanilla, ranks=1, args=(size, rate, threads)) for threads in (1, 2) for rate in rates}
+    optex = {rate: launch(_optex, ranks=RANKS, args=(size, rate)) for rate in rates}
+    best = min(rates, key=lambda r: vanilla[r, 1][-1][2])
+    wanted = vanilla[best, 1][-1][2]
+    reached = {rate: next(((n, s) for n, s, loss in curve if loss <= wanted), None) for rate, curve in optex.items()}
+    quickest = min((r for r in rates if reached[r]), key=lambda r: (reached[r] or (0, 0.0))[1], default=None)
+    rows = [
+        Row(
+            case=f"vanilla Adam at {best:g}, {size.steps} steps, one process, {threads} thread{'s' if threads > 1 else ''}",
+            measured=f"{vanilla[best, threads][-1][1]:.1f} s to a held-out loss of {wanted:.4f}",
+        )
+        for threads in (1, 2)
+    ]
+    found = None if quickest is None else reached[quickest]
+    for threads in (1, 2):
+        seconds = vanilla[best, threads][-1][1]
+        told = (
+            "not reached in as many rounds"
+            if found is None
+            else f"{found[1] / seconds:.2f}× ({found[1]:.1f} s, {found[0]} rounds of {RANKS} at {quickest:g})"
+        )
+        rows.append(
+            Row(
+                case=f"OptEx N={RANKS}, {RANKS} ranks of one thread, to that loss: time over vanilla's with {threads}",
+                target=f"≤ {TARGET:g}×",
+                measured=told,
+                limit=f"{1 / RANKS:.2f}×, rounds as long as steps" if threads == 1 else "",
+                passed=None if quick else found is not None and found[1] <= TARGET * seconds,
+            )
+        )
+    return Report(
+        name="optex_wall_clock",
+        claim=f"{_streams(size)[2]}, a GPT of {size.layers} layers of width {size.hidden}, minibatches of {size.batch} x {SEQ}.",
+        rows=tuple(rows),
+        notes=(
+            f"Every side at the best of the rates {', '.join(f'{r:g}' for r in rates)}. Rounds are looked at every {LOOK_EVERY}.",
+            "Vanilla with two threads uses as many cores as OptEx; with one, half as many.",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main(run)
