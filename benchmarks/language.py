@@ -95,9 +95,9 @@ def how(steps: int, lr: float, teacher_share: float = 0.0) -> Distillation:
 
 
 def bits(model: Any, text: str, seq: int) -> float:
-    """Bits per byte on what was held out, at most 131,072 bytes of it."""
+    """Bits per byte on what was held out, at most 65,536 bytes of it."""
     _, held_out, _ = parts(text, seq)
     batches = Batches(held_out, batch=16, seq=seq, shuffle=False)
-    num = max(1, min(64, len(held_out) // (16 * seq)))
+    num = max(1, min(32, len(held_out) // (16 * seq)))
     model.eval()
     return mean_loss(model, batches, num) / math.log(2)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import codecs
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from wavetrain.errors import InputError
+from wavetrain.errors import InputError, RankFailedError
 from wavetrain.serve import steps
+from wavetrain.serve.ranks import Team
 from wavetrain.serve.sampling import Candidates, SamplingParams, candidates, draw, merge
 from wavetrain.serve.sequences import Text
 from wavetrain.serve.steps import Row, Step
@@ -156,3 +159,25 @@ def test_a_draw_sees_as_many_as_it_needs() -> None:
     assert SamplingParams(top_k=1000).num_candidates == 0
     assert SamplingParams().num_candidates == 0
     assert Candidates(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1)).values.shape == (1, 1)
+
+
+def test_who_waits_looks_whether_the_others_live() -> None:
+    """Gloo does not always hear of a peer's death: then a sum would be waited for until its limit."""
+
+    class Never:
+        def wait(self, timeout: timedelta) -> None:
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return False
+
+    looked = iter((None, None, RankFailedError("rank 1 was killed", rank=1, cause="signal 9")))
+
+    def watch() -> None:
+        if (error := next(looked)) is not None:
+            raise error
+
+    team = Team(HashStore(), rank=0, size=1, parts=(1,), max_rows=1, watch=watch)
+    with pytest.raises(RankFailedError, match="rank 1 was killed"):
+        team.wait(Never())
+    team.close()

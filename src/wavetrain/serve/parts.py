@@ -61,7 +61,7 @@ class Part:
             rank: this one.
             size: how many.
             local: whether all are on this machine.
-            watch: called while the others load; raises if one of them is gone.
+            watch: called while the others load, and while they are waited for; raises if one of them is gone.
         """
         source = open_source(request.path)
         config = source.config
@@ -87,6 +87,7 @@ class Part:
                 timeout_seconds=request.timeout_seconds,
                 local=local,
                 device=device,
+                watch=watch,
             )
         runner = Runner(
             model,

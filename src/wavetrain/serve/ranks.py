@@ -29,6 +29,8 @@ from wavetrain.serve.sampling import Candidates, merge
 from wavetrain.serve.steps import Step
 
 _FOR_EVER: Final = timedelta(days=365)
+_LOOK_EVERY: Final = timedelta(seconds=1)
+"""How often a rank that waits looks whether the others still live: Gloo does not always hear of a peer's death."""
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Team:
         timeout_seconds: how long a sum may take.
         local: whether all ranks are on this machine.
         device: of the model.
+        watch: called now and then while a sum is waited for; raises if a rank is gone.
     """
 
     def __init__(
@@ -125,8 +128,10 @@ class Team:
         timeout_seconds: float = 600.0,
         local: bool = True,
         device: torch.device | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        self._watch = watch
         self.traffic: Traffic | None = None
         self._parts, self._max_rows, self._deterministic = tuple(parts), max_rows, deterministic
         limit = timedelta(seconds=timeout_seconds)
@@ -219,10 +224,15 @@ class Team:
 
     def wait(self, work: Any) -> None:
         """Wait for something under way; :class:`PeerLostError` if it cannot come."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"a peer of rank {self.rank} is gone: {_first_line(error)}", rank=-1) from error
+        while True:
+            try:
+                work.wait(*(() if self._watch is None else (_LOOK_EVERY,)))
+            except RuntimeError as error:
+                if self._watch is None or work.is_completed():
+                    raise PeerLostError(f"a peer of rank {self.rank} is gone: {_first_line(error)}", rank=-1) from error
+                self._watch()
+            else:
+                return
 
     def close(self) -> None:
         """Let the connections go."""
