@@ -87,7 +87,7 @@ def estimation_error(length: int, noise: float, seed: int) -> float:
     squares = np.square(known[:, None] - known[None]).sum(-1)
     unit, products = typical_distance(squares), np.stack(gradients) @ np.stack(gradients).T
     priors = tuple(Prior(length_, noise_) for length_ in LENGTHS for noise_ in NOISES)
-    best = priors[int(np.argmin(left_out_errors(priors, squares, unit, products, range(length))))]
+    best = priors[int(np.argmin(left_out_errors(priors, squares, unit, products, range(length))[0]))]
     found = Process(best, squares, unit).weights(np.square(known - x).sum(-1)) @ np.stack(gradients)
     return float(np.linalg.norm(found - slopes * x) / np.linalg.norm(slopes * x))
 

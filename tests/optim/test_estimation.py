@@ -106,7 +106,7 @@ def test_a_judge_believes_what_predicted_best() -> None:
             new.append(row)
         judge.hear(history, known, process, 2, new)
     assert judge.best in ("secant", "gp")
-    assert judge.errors[3] == pytest.approx(judge.errors.min(), abs=1e-3)
+    assert judge.tried.errors[3] == pytest.approx(judge.tried.errors.min(), abs=1e-3)
     assert judge.prior.noise <= 1e-3
 
 

@@ -3,15 +3,16 @@
     last      the newest gradient again
     mean      the mean of the newest round's
     secant    a straight line through the newest two, along the way between them
+    average   the mean of all that are known: what goes back and forth cancels
     zero      nothing: the optimizer coasts on its momentum
     gp        a Gaussian process whose length scale and noise predict each of the newest gradients best from all others
 
 All give weights of known gradients. A :class:`Judge` sees what each was worth, lately, and chooses.
 
-What is an estimate ĝ of a gradient g worth? A step along it takes the loss down by ĝ·g − ρ/2·|ĝ|², in units of the rate, where
-ρ is the rate times the curvature along such steps. With ρ = 1 this is the squared error; but the noise of minibatches lies mostly
-where the loss is flat, and there ρ is far smaller: then a fresh, noisy estimate is worth more than a stale average whose squared
-error is less. ρ is measured, along the steps that were proposed.
+What is an estimate ĝ of a gradient g worth? Where predictions are good, the nearer the better: |ĝ − g|². Where none is good,
+because of noise, what counts is how far a step along it takes the loss down: by ĝ·g − ρ/2·|ĝ|², in units of the rate, where ρ is
+the rate times the curvature along such steps. Noise lies mostly where the loss is flat, and there ρ is far below 1: then a fresh,
+noisy estimate is worth more than a stale average whose squared error is less. ρ is measured, along the steps that were proposed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Floats = NDArray[np.float64]
 
 LENGTHS: Final = (0.3, 1.0, 3.0, 10.0, 30.0)
 NOISES: Final = (1e-6, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-SIMPLE: Final = ("last", "mean", "secant", "zero")
+SIMPLE: Final = ("last", "mean", "secant", "average", "zero")
 ESTIMATORS: Final = ("gp", *SIMPLE)
 MEMORY: Final = 0.8
 """How much of a round's errors still counts a round later."""
@@ -40,6 +41,8 @@ but it is short of every step that follows."""
 FLATTEST: Final = 0.05
 STEEPEST: Final = 2.0
 """Bounds of ρ: above 2, a step would take the loss up."""
+GOOD: Final = 0.1
+"""A squared error, over the squared gradient, below which predictions are good."""
 MIN_POINTS: Final = 3
 """Known gradients that it takes for a Gaussian process."""
 
@@ -55,23 +58,23 @@ class Judge:
         self.curvature = 1.0
         """ρ, lately."""
         self.priors = tuple(Prior(length, noise, kernel) for length in LENGTHS for noise in NOISES)
-        self.errors: Floats = np.zeros(len(ESTIMATORS))
-        """Of predictions, over squared gradients, weighted by age: |g|² − 2·ĝ·g + ρ·|ĝ|²."""
-        self.left_out: Floats = np.zeros(len(self.priors))
-        """The same of every prior, of each new gradient given all others."""
+        self.tried = Scores(len(ESTIMATORS))
+        """What estimators predicted of each new gradient."""
+        self.left_out = Scores(len(self.priors))
+        """What priors would have predicted of each new gradient given all others."""
 
     @property
     def best(self) -> str:
         """The estimator to predict with."""
-        others = self.errors[:-1]
-        if self.errors[-1] < COASTING * others.min():
+        costs = self.tried.costs(self.curvature)
+        if costs[-1] < COASTING * costs[:-1].min():
             return "zero"
-        return ESTIMATORS[int(others.argmin())]
+        return ESTIMATORS[int(costs[:-1].argmin())]
 
     @property
     def prior(self) -> Prior:
         """The best for the Gaussian process."""
-        return self.priors[int(self.left_out.argmin())]
+        return self.priors[int(self.left_out.costs(self.curvature).argmin())]
 
     def process(self, history: History) -> Process | None:
         """The Gaussian process given all that is known; None of too little."""
@@ -86,33 +89,68 @@ class Judge:
             return
         inner, cross = history.products[np.ix_(before, before)], history.products[np.ix_(new, before)]
         own = history.products[new, new]
-        squares = history.between(new, before)
+        squares, whole = history.between(new, before), max(float(own.sum()), 1e-300)
+        errors, sizes = np.zeros(len(ESTIMATORS)), np.zeros(len(ESTIMATORS))
         for i, name in enumerate(ESTIMATORS):
             w = np.stack([weights(name, process, history, before, num_newest, row) for row in squares])
-            off = self.curvature * np.einsum("qi,ij,qj->q", w, inner, w) - 2 * (w * cross).sum(axis=1) + own
-            error = float(off.sum()) / max(float(own.sum()), 1e-300)
-            self.errors[i] = MEMORY * self.errors[i] + min(error, 1e6)
+            size = np.einsum("qi,ij,qj->q", w, inner, w)
+            errors[i] = max(0.0, float((size - 2 * (w * cross).sum(axis=1) + own).sum())) / whole
+            sizes[i] = max(0.0, float(size.sum())) / whole
+        self.tried.add(errors, sizes)
         if len(history) < MIN_POINTS:
             return
         squares = history.between(history.rows)
         unit, products = typical_distance(squares), history.products[np.ix_(history.rows, history.rows)]
         which = [history.rows.index(row) for row in new]
-        found = left_out_errors(self.priors, squares, unit, products, which, self.curvature)
-        self.left_out = MEMORY * self.left_out + np.minimum(np.nan_to_num(found, nan=1e6), 1e6)
+        self.left_out.add(*left_out_errors(self.priors, squares, unit, products, which))
 
     def feel(self, curvature: float) -> None:
         """Learn from the steps of a round: ρ along them."""
         self.curvature = MEMORY * self.curvature + (1 - MEMORY) * min(max(curvature, FLATTEST), STEEPEST)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and a number."""
-        numbers = {"errors": torch.from_numpy(self.errors.copy()), "left_out": torch.from_numpy(self.left_out.copy())}
-        return {**numbers, "curvature": self.curvature}
+        """Tensors and plain numbers."""
+        return {"tried": self.tried.state_dict(), "left_out": self.left_out.state_dict(), "curvature": self.curvature}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
-        self.errors, self.left_out = state["errors"].numpy().copy(), state["left_out"].numpy().copy()
+        self.tried.load_state_dict(state["tried"])
+        self.left_out.load_state_dict(state["left_out"])
         self.curvature = float(state["curvature"])
+
+
+class Scores:
+    """How several ways to predict did lately, weighted by age."""
+
+    def __init__(self, count: int) -> None:
+        self.errors: Floats = np.zeros(count)
+        """Σ |ĝ − g|² / Σ |g|² of a round's predictions ĝ, summed over rounds."""
+        self.sizes: Floats = np.zeros(count)
+        """The same of |ĝ|²."""
+        self.weight = 0.0
+        """Of all rounds together."""
+
+    def add(self, errors: Floats, sizes: Floats) -> None:
+        """Learn from a round."""
+        self.errors = MEMORY * self.errors + np.minimum(np.nan_to_num(errors, nan=1e6), 1e6)
+        self.sizes = MEMORY * self.sizes + np.minimum(np.nan_to_num(sizes, nan=1e6), 1e6)
+        self.weight = MEMORY * self.weight + 1.0
+
+    def costs(self, curvature: float) -> Floats:
+        """The less the better; where none is good, |g|² − 2·ĝ·g + ρ·|ĝ|²."""
+        if self.errors.min() <= GOOD * self.weight:
+            return self.errors
+        return self.errors + (curvature - 1.0) * self.sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and a number."""
+        numbers = {"errors": torch.from_numpy(self.errors.copy()), "sizes": torch.from_numpy(self.sizes.copy())}
+        return {**numbers, "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What :meth:`state_dict` gave."""
+        self.errors, self.sizes = state["errors"].numpy().copy(), state["sizes"].numpy().copy()
+        self.weight = float(state["weight"])
 
 
 def weights(
@@ -126,6 +164,8 @@ def weights(
     if name in ("gp", "mean"):
         newest = max(1, min(num_newest, n))
         found[n - newest :] = 1.0 / newest
+    elif name == "average":
+        found[:] = 1.0 / n
     elif name == "last" or (name == "secant" and n < 2):
         found[-1] = 1.0
     elif name == "secant":

@@ -121,6 +121,11 @@ class History:
         self.products[list(rows), :] = found
         self.products[:, list(rows)] = found.T
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """Rows that were closed, as if they had not been."""
+        self.rows = [row for row in self.rows if row not in rows]
+        self.drop(rows)
+
     def drop(self, rows: Sequence[int]) -> None:
         """Rows that were taken and will not be closed."""
         for row in rows:

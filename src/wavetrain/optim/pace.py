@@ -30,10 +30,14 @@ class Pace:
         self._bad = 0
         self._pause = 2
         self._losses: list[list[float]] = []
+        self.first: float | None = None
+        """The mean loss of the first round."""
 
     def hear(self, accepted: int, losses: Sequence[float]) -> None:
         """Learn from a round: how many steps could be taken, and the N losses."""
         now = self.num_points
+        if self.first is None:
+            self.first = float(np.mean(losses))
         if now > 1 and 2 * accepted <= now:
             self._good, self._bad = 0, self._bad + 1
         else:
@@ -62,10 +66,16 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"num_points": self.num_points, "counts": [self._good, self._bad, self._pause], "losses": self._losses}
+        return {
+            "num_points": self.num_points,
+            "counts": [self._good, self._bad, self._pause],
+            "losses": self._losses,
+            "first": self.first,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
         self.num_points = state["num_points"]
         self._good, self._bad, self._pause = state["counts"]
         self._losses = [list(one) for one in state["losses"]]
+        self.first = state["first"]

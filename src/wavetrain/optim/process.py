@@ -64,12 +64,14 @@ class Process:
 
 
 def left_out_errors(
-    priors: Sequence[Prior], squares: Floats, unit: float, products: Floats, which: Sequence[int], curvature: float = 1.0
-) -> Floats:
-    """How wrong gradients ``which`` would have been predicted from all others, by each prior: Σ |error|² / Σ |gradient|².
+    priors: Sequence[Prior], squares: Floats, unit: float, products: Floats, which: Sequence[int]
+) -> tuple[Floats, Floats]:
+    """How wrong gradients ``which`` would have been predicted from all others, by each prior, and how large predictions were.
 
-    Of a process conditioned on all but one point, the error there is (A·G)ᵢ / Aᵢᵢ, A the inverse less what the mean takes. With a
-    ``curvature`` ρ other than 1 it is Σ (|g|² − 2·ĝ·g + ρ·|ĝ|²) / Σ |g|² of predictions ĝ, see :mod:`wavetrain.optim.estimators`.
+    Of a process conditioned on all but one point, the error there is (A·G)ᵢ / Aᵢᵢ, A the inverse less what the mean takes.
+
+    Returns:
+        Σ |ĝ − g|² / Σ |g|² and Σ |ĝ|² / Σ |g|² of predictions ĝ, each (priors,).
     """
     apart = np.sqrt(squares)
     lengths = sorted({prior.length for prior in priors})
@@ -83,12 +85,11 @@ def left_out_errors(
     own = np.diagonal(a, axis1=1, axis2=2)[:, which]
     own = np.where(np.abs(own) > 1e-150, own, 1e-150)
     along = rows @ products  # (priors, which, n)
-    errors = (along * rows).sum(axis=2) / own**2  # |g − ĝ|²
+    errors = np.maximum((along * rows).sum(axis=2), 0.0) / own**2  # |g − ĝ|²
     crossed = np.stack([along[:, q, i] for q, i in enumerate(which)], axis=1) / own  # (g − ĝ)·g
     sizes = np.diag(products)[list(which)]
-    costs = sizes - 2 * (sizes - crossed) + curvature * (sizes - 2 * crossed + errors)
-    found: Floats = costs.sum(axis=1) / max(float(sizes.sum()), 1e-300)
-    return found
+    whole = max(float(sizes.sum()), 1e-300)
+    return errors.sum(axis=1) / whole, np.maximum(sizes - 2 * crossed + errors, 0.0).sum(axis=1) / whole
 
 
 def typical_distance(squares: Floats) -> float:
