@@ -77,6 +77,57 @@ def test_without_noise_a_round_is_almost_n_true_steps() -> None:
     assert torch.allclose(run(5, true=True), run(5, true=False), atol=0.06)
 
 
+def test_between_evaluated_points_steps_are_true() -> None:
+    """Predictions overshoot, but gradients along the way are known: the second round is five true steps."""
+    x = nn.Parameter(torch.linspace(-1, 1, 100))
+    opt = OptEx(torch.optim.SGD([x], lr=0.3), parallel=5)
+    for _ in range(2):
+        opt.step(lambda i: x.square().sum())
+    assert opt.stats.last.num_accepted == 5
+    assert torch.allclose(x, 0.4**6 * torch.linspace(-1, 1, 100), atol=1e-3)
+
+
+def test_a_way_that_explodes_is_left() -> None:
+    torch.manual_seed(0)
+    x = nn.Parameter(2 * torch.rand(300) - 1)
+
+    def rosenbrock(i: int) -> Tensor:
+        return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
+
+    start = float(rosenbrock(0).detach())
+    opt = OptEx(torch.optim.SGD([x], lr=0.001), parallel=5)
+    for _ in range(25):
+        opt.step(rosenbrock)
+    assert max(max(one.losses) for one in opt.stats) > start  # some points were far off
+    assert float(rosenbrock(0).detach()) < 0.03 * start
+
+
+def test_rises_that_the_next_step_takes_back_are_no_harm() -> None:
+    """A valley with steep walls and a rate at which steps go from one wall to the other: what counts is the way along it."""
+
+    def run(parallel: int | None) -> float:
+        make = torch.Generator().manual_seed(0)
+        slopes = torch.cat((torch.full((20,), 17.0), torch.full((200,), 0.2)))
+        x = nn.Parameter(torch.ones(220))
+
+        def loss(i: int = 0) -> Tensor:
+            return 0.5 * (slopes * x.square()).sum() + 0.5 * (torch.randn(220, generator=make) * x).sum()
+
+        base = torch.optim.SGD([x], lr=0.1)
+        opt = None if parallel is None else OptEx(base, parallel=parallel)
+        for _ in range(40):
+            if opt is not None:
+                opt.step(loss)
+            else:  # a large batch
+                base.zero_grad()
+                for _ in range(4):
+                    torch.autograd.backward(loss() / 4)
+                base.step()
+        return float((slopes * x.detach().square()).sum())
+
+    assert run(4) < 0.5 * run(None)
+
+
 def test_noise_turns_a_round_into_a_large_batch() -> None:
     torch.manual_seed(0)
     x = nn.Parameter(torch.zeros(50))

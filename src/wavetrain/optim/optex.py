@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from wavetrain.errors import CheckpointError, InputError, UnknownNameError
+from wavetrain.optim.auto import Auto
 from wavetrain.optim.estimators import Judge
 from wavetrain.optim.evaluation import Closure, with_index
 from wavetrain.optim.flat import Flat
@@ -32,7 +33,7 @@ from wavetrain.optim.fork import Fork
 from wavetrain.optim.history import History
 from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
-from wavetrain.optim.play import Play
+from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
 from wavetrain.optim.team import Alone, Group, Shards, Team
 
@@ -221,9 +222,9 @@ class OptEx(Optimizer):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
         seed = self._team.agree((*self._flat.checksum(), self._round, self._pace.num_points), seed)
-        play = Play(self, call, seed)
+        play = (Paper if self.mode == "paper" else Auto)(self, call, seed)
         try:
-            found = play.paper() if self.mode == "paper" else play.auto()
+            found = play.run()
         except BaseException:
             play.give_up()
             raise
