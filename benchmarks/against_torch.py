@@ -56,7 +56,7 @@ WARMUP = 2
 """Steps of each that do not count."""
 ROUNDS = 3
 """How often the leading schedules of both sides run again, in turns."""
-NUM_LEADING = 3
+NUM_LEADING = 2
 
 
 def run(quick: bool) -> Report:
