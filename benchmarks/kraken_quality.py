@@ -23,8 +23,8 @@ from wavetrain.view.chart import line_chart
 MOST = 1.01
 """Of GPT's bits per byte."""
 SIZES = {
-    "1 M": (ModelConfig(num_layers=5, hidden=128, num_heads=4, vocab=256, max_length=128), 450, 3e-3),
-    "6 M": (ModelConfig(num_layers=8, hidden=256, num_heads=8, vocab=256, max_length=128), 160, 2e-3),
+    "1 M": (ModelConfig(num_layers=5, hidden=128, num_heads=4, vocab=256, max_length=128), 300, 3e-3),
+    "6 M": (ModelConfig(num_layers=8, hidden=256, num_heads=8, vocab=256, max_length=128), 100, 2e-3),
 }
 """The standard model, steps of 1,024 bytes, learning rate: the same for all models of a size."""
 SEEDS = 3
