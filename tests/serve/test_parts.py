@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from wavetrain.errors import InputError, RankFailedError
 from wavetrain.serve import steps
-from wavetrain.serve.ranks import Team
+from wavetrain.serve.ranks import _Collective
 from wavetrain.serve.sampling import Candidates, SamplingParams, candidates, draw, merge
 from wavetrain.serve.sequences import Text
 from wavetrain.serve.steps import Row, Step
@@ -177,7 +176,5 @@ def test_who_waits_looks_whether_the_others_live() -> None:
         if (error := next(looked)) is not None:
             raise error
 
-    team = Team(HashStore(), rank=0, size=1, parts=(1,), max_rows=1, watch=watch)
     with pytest.raises(RankFailedError, match="rank 1 was killed"):
-        team.wait(Never())
-    team.close()
+        _Collective(Never(), 0, watch, timed=False).wait()

@@ -53,7 +53,8 @@ class Ranks(Protocol):
     def start_sum(self, parts: Tensor, *, scratch: bool = False) -> Pending:
         """Begin to add up (parts here, …) over this rank's parts, in their order, and over all ranks → (…).
 
-        ``scratch``: the caller needs ``parts`` no longer, and they may be overwritten.
+        Until it is waited for, ``parts`` must not change. ``scratch``: the caller needs them no longer, and they may be
+        overwritten.
         """
         ...
 

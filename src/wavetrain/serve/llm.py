@@ -26,7 +26,7 @@ from wavetrain.models.sharding import share
 from wavetrain.serve.checkpoints import open_source
 from wavetrain.serve.engine import Engine
 from wavetrain.serve.parts import Part, Request
-from wavetrain.serve.ranks import Solo, Team, Traffic
+from wavetrain.serve.ranks import Solo, Team
 from wavetrain.serve.sampling import SamplingParams
 from wavetrain.serve.sequences import RequestOutput
 from wavetrain.serve.sequences import Sequence as Running
@@ -116,7 +116,7 @@ class LLM:
         self.config = part.source.config
         self._met.append(self._team)
         if stats and isinstance(self._team, Team):
-            self._team.traffic = Traffic()
+            self._team.count_traffic()
         self._follows = rank > 0
         self._tokenizer = open_tokenizer(tokenizer, part.source.folder, self.config.vocab)
         self._engine = Engine(

@@ -1,9 +1,8 @@
 """Ranks that hold a model together while it generates: sums that are started and waited for, and one message a step.
 
-Two groups of the same ranks: *data*, for sums, whose limit is how long a peer may be silent within a step; and *control*, for
-what rank 0 says next, which may be hours away (a chat that waits for its user).
-
-Sums run on Gloo's own threads (on GPUs: on NCCL's own stream; written, not run here) while the caller computes.
+Messages travel over :mod:`wavetrain.serve.wires` while the caller computes: a rank sends its part of a sum to all others, and
+each adds them up in the same order. Of more than two ranks, that is more bytes than needed; there, large sums are left to Gloo,
+whose ring runs on threads of its own. On GPUs all sums run on NCCL's own stream; written, not run here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,18 +26,20 @@ from wavetrain.models.context import Alone, Pending, ordered_sum
 from wavetrain.serve import steps
 from wavetrain.serve.sampling import Candidates, merge
 from wavetrain.serve.steps import Step
+from wavetrain.serve.wires import Wires
 
-_FOR_EVER: Final = timedelta(days=365)
 _LOOK_EVERY: Final = timedelta(seconds=1)
-"""How often a rank that waits looks whether the others still live: Gloo does not always hear of a peer's death."""
+"""How often a rank that waits for Gloo looks whether the others still live: Gloo does not always hear of a peer's death."""
+RING_BYTES: Final = 1 << 18
+"""A sum of so many bytes over more than two ranks goes around a ring: twice its bytes from each rank, however many there are."""
 
 
 @dataclass
 class Traffic:
-    """What sums over ranks took, in seconds, by where they are in a step: hidden behind compute, and exposed."""
+    """What sums over ranks took, in seconds, by where they are in a step."""
 
     taken: deque[list[tuple[float, float]]] = field(default_factory=lambda: deque(maxlen=4096))
-    """Of the last steps, of every sum: seconds that it was under way, seconds that it was waited for."""
+    """Of the last steps, of every sum: seconds that it was under way behind compute, and seconds that the caller spent on it."""
 
     def begin_step(self) -> None:
         self.taken.append([])
@@ -50,8 +51,8 @@ class Traffic:
             return {"sums": 0, "hidden_ms": 0.0, "exposed_ms": 0.0, "by_sum": []}
         by_sum = [
             {
-                "hidden_ms": 1e3 * statistics.median(max(0.0, step[i][0] - step[i][1]) for step in whole if len(step) > i),
-                "exposed_ms": 1e3 * statistics.median(step[i][1] for step in whole if len(step) > i),
+                name: 1e3 * statistics.median(step[i][at] for step in whole if len(step) > i)
+                for at, name in enumerate(("hidden_ms", "exposed_ms"))
             }
             for i in range(max(map(len, whole)))
         ]
@@ -63,27 +64,60 @@ class Traffic:
         }
 
 
-class _Sum:
-    """A sum under way."""
+class _Work(Protocol):
+    """Something under way."""
 
-    def __init__(self, work: Any, result: Callable[[], Tensor], team: Team, traffic: Traffic | None) -> None:
-        self._work, self._result, self._team, self._traffic = work, result, team, traffic
+    arrived: float | None
+    """When it was there, by ``time.time()``, once it was waited for."""
+
+    def wait(self) -> None: ...
+
+
+class _Sum:
+    """A sum under way; ``start`` begins it."""
+
+    def __init__(self, start: Callable[[], _Work], result: Callable[[], Tensor], traffic: Traffic | None) -> None:
+        self._result, self._traffic = result, traffic
         self._value: Tensor | None = None
-        self._begun = time.perf_counter()
-        self._ended: list[float] = []
-        if traffic is not None:
-            work.get_future().add_done_callback(lambda _: self._ended.append(time.perf_counter()))
+        self._begun = time.time()
+        self._work = start()
+        self._away = time.time()
 
     def wait(self) -> Tensor:
         if self._value is None:
-            begin = time.perf_counter()
-            self._team.wait(self._work)
-            if self._traffic is not None:
-                now = time.perf_counter()
-                ended = min(self._ended[0], now) if self._ended else now
-                self._traffic.taken[-1].append((ended - self._begun, max(0.0, min(now, ended) - begin)))
+            begin = time.time()
+            self._work.wait()
             self._value = self._result()
+            if self._traffic is not None:
+                arrived = begin if self._work.arrived is None else self._work.arrived
+                hidden = max(0.0, min(arrived, begin) - self._away)
+                self._traffic.taken[-1].append((hidden, time.time() - begin + self._away - self._begun))
         return self._value
+
+
+class _Collective:
+    """A collective of torch.distributed under way."""
+
+    def __init__(self, work: Any, rank: int, watch: Callable[[], None] | None, *, timed: bool) -> None:
+        self._work, self._rank, self._watch = work, rank, watch
+        self.arrived: float | None = None
+        if timed:
+            work.get_future().add_done_callback(self._ended)
+
+    def _ended(self, _: Any) -> None:
+        self.arrived = time.time()
+
+    def wait(self) -> None:
+        """Wait for it; :class:`PeerLostError` if it cannot come."""
+        while True:
+            try:
+                self._work.wait(*(() if self._watch is None else (_LOOK_EVERY,)))
+            except RuntimeError as error:
+                if self._watch is None or self._work.is_completed():
+                    raise _gone(self._rank, error) from error
+                self._watch()
+            else:
+                return
 
 
 class Solo(Alone):
@@ -110,10 +144,10 @@ class Team:
         max_rows: rows of a step at most.
         deterministic: add up in the order of the parts on every rank: the same bits however many ranks share the model. Each rank
             then receives all parts instead of a sum.
-        timeout_seconds: how long a sum may take.
+        timeout_seconds: how long the others may be silent within a step.
         local: whether all ranks are on this machine.
         device: of the model.
-        watch: called now and then while a sum is waited for; raises if a rank is gone.
+        watch: called now and then by a rank that waits; raises if another is gone.
     """
 
     def __init__(
@@ -131,128 +165,130 @@ class Team:
         watch: Callable[[], None] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        self._others = [other for other in range(size) if other != rank]
         self._watch = watch
-        self.traffic: Traffic | None = None
+        self._traffic: Traffic | None = None
         self._parts, self._max_rows, self._deterministic = tuple(parts), max_rows, deterministic
+        self._wires = Wires(store, rank=rank, size=size, local=local, timeout_seconds=timeout_seconds, watch=watch)
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._ring: Any = None
         limit = timedelta(seconds=timeout_seconds)
         try:
-            self._control = _gloo(store, "control", rank, size, limit, local)
-            self._control._set_default_timeout(_FOR_EVER)  # but not to be met in the first place
-            if device is not None and device.type == "cuda":  # not run here
-                self._data: Any = _nccl(store, rank, size, limit)
-            else:
-                self._data = _gloo(store, "data", rank, size, limit, local)
+            if self._on_gpu:  # not run here
+                self._ring = _nccl(store, rank, size, limit)
+            elif size > 2:
+                self._ring = _gloo(store, rank, size, limit, local)
         except (RuntimeError, ValueError) as error:
             raise RuntimeFailure(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
 
+    def count_traffic(self) -> None:
+        """From now on, measure how long sums take: see :attr:`traffic`."""
+        self._traffic = Traffic()
+        self._wires.stamp()
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What sums took, if that is counted."""
+        return self._traffic
+
     def begin_step(self) -> None:
         """A new step begins; only for what is counted."""
-        if self.traffic is not None:
-            self.traffic.begin_step()
+        if self._traffic is not None:
+            self._traffic.begin_step()
 
     def start_sum(self, parts: Tensor, *, scratch: bool = False) -> Pending:
         """Begin to add up (parts here, …) over all ranks; ``scratch``: ``parts`` may be overwritten."""
         if self._deterministic:
             return self._start_ordered(parts)
-        own = ordered_sum(parts)
-        if len(parts) == 1 and not scratch:
+        own = ordered_sum(parts).contiguous()
+        if self._ring is None or not (self._on_gpu or own.nbytes >= RING_BYTES):
+            return self._start_exchange(own, {other: torch.empty_like(own) for other in self._others}, self._added)
+        if own.data_ptr() == parts.data_ptr() and not scratch:
             own = own.clone()
-        own = own.contiguous()
-        return _Sum(self._start(lambda: self._data.allreduce([own])), lambda: own, self, self.traffic)
+
+        def start() -> _Collective:
+            try:
+                return _Collective(self._ring.allreduce([own]), self.rank, self._watch, timed=self._traffic is not None)
+            except RuntimeError as error:
+                raise _gone(self.rank, error) from error
+
+        return _Sum(start, lambda: own, self._traffic)
+
+    def _added(self, every: list[Tensor]) -> Tensor:
+        """The sum of one tensor a rank, in memory that a message came in."""
+        total = torch.add(every[0], every[1], out=every[self._others[0]])
+        for part in every[2:]:
+            total += part
+        return total
 
     def _start_ordered(self, parts: Tensor) -> Pending:
-        most = max(self._parts) if len(parts) == self._parts[self.rank] else 1
-        own = parts.new_zeros(most, *parts.shape[1:])
-        own[: len(parts)] = parts
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        held = self._parts if len(parts) == self._parts[self.rank] else (1,) * self.size
+        """All parts of all ranks to every rank, which adds them up as one rank alone would."""
+        whole = len(parts) == self._parts[self.rank]  # or one sum of them, as of the head
+        found = {other: parts.new_empty(self._parts[other] if whole else 1, *parts.shape[1:]) for other in self._others}
+        return self._start_exchange(parts.contiguous(), found, lambda every: ordered_sum(torch.cat(every)))
 
-        def add() -> Tensor:
-            return ordered_sum(torch.cat([part[:count] for part, count in zip(found, held, strict=True)]))
-
-        return _Sum(self._start(lambda: self._data.allgather([found], [own])), add, self, self.traffic)
+    def _start_exchange(self, own: Tensor, found: dict[int, Tensor], add: Callable[[list[Tensor]], Tensor]) -> Pending:
+        """Send ``own`` to all others, and what they send into ``found``; then add up, in the order of ranks on each."""
+        return _Sum(
+            lambda: self._wires.start(dict.fromkeys(self._others, own), found),
+            lambda: add([own if rank == self.rank else found[rank] for rank in range(self.size)]),
+            self._traffic,
+        )
 
     def gather(self, found: Candidates, num: int) -> Candidates:
         """The likeliest tokens over all ranks; on rank 0, elsewhere what this rank found."""
         if self._deterministic:
             return found  # every rank has seen all tokens
         width = found.values.shape[-1]
-        most = num or width
-        if num == 0:  # the last rank may have fewer tokens than the first
-            sizes = torch.tensor([width])
-            self._wait_for(self._control.allreduce, [sizes], _max_options())
-            most = int(sizes)
+        most = num or int(self._largest(width))  # the last rank may have fewer tokens than the first
         rows = len(found.values)
         sent = torch.full((rows, 2 * most + 1), -torch.inf, dtype=torch.float64)
         sent[:, :width] = found.values
         sent[:, most : most + width] = found.tokens
         sent[:, -1] = found.total
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        every = [torch.empty_like(sent) for _ in range(self.size)]
-        self._wait_for(self._control.gather, [every] if self.rank == 0 else [], [sent], options)
         if self.rank != 0:
+            self._wires.start({0: sent}, {}).wait()
             return found
+        every = {other: torch.empty_like(sent) for other in self._others}
+        self._wires.start({}, every).wait()
         parts = [
-            Candidates(got[:, :most].float(), got[:, most : 2 * most].clamp(min=0).long(), got[:, -1].float()) for got in every
+            Candidates(got[:, :most].float(), got[:, most : 2 * most].clamp(min=0).long(), got[:, -1].float())
+            for got in (sent, *every.values())
         ]
         return merge(parts, num)
 
     def slowest(self, seconds: float) -> float:
         """The longest of what all ranks say they took."""
-        longest = torch.tensor([seconds], dtype=torch.float64)
-        self._wait_for(self._control.allreduce, [longest], _max_options())
-        return float(longest)
+        return self._largest(seconds)
+
+    def _largest(self, number: float) -> float:
+        own = torch.tensor([number], dtype=torch.float64)
+        every = {other: torch.empty_like(own) for other in self._others}
+        self._wires.start(dict.fromkeys(self._others, own), every).wait()
+        return max(number, *map(float, every.values()))
 
     def send_step(self, step: Step | None) -> None:
         """Rank 0: tell the others what comes next; None: nothing more."""
-        message, following = steps.encode(step, self._max_rows)
-        self._broadcast(message)
-        if following is not None:
-            self._broadcast(following)
+        for message in steps.encode(step, self._max_rows):
+            if message is not None:
+                self._wires.start(dict.fromkeys(self._others, message), {}).wait()
 
     def receive_step(self) -> Step | None:
-        """The other ranks: what comes next."""
+        """The other ranks: what comes next, which may be hours away (a chat that waits for its user)."""
         message = torch.empty(steps.message_size(self._max_rows), dtype=torch.int64)
-        self._broadcast(message)
+        self._wires.start({}, {0: message}).wait(for_ever=True)
         count = steps.tokens_that_follow(message)
         following = None
         if count:
             following = torch.empty(count, dtype=torch.int64)
-            self._broadcast(following)
+            self._wires.start({}, {0: following}).wait()
         return steps.decode(message, following)
-
-    def wait(self, work: Any) -> None:
-        """Wait for something under way; :class:`PeerLostError` if it cannot come."""
-        while True:
-            try:
-                work.wait(*(() if self._watch is None else (_LOOK_EVERY,)))
-            except RuntimeError as error:
-                if self._watch is None or work.is_completed():
-                    raise PeerLostError(f"a peer of rank {self.rank} is gone: {_first_line(error)}", rank=-1) from error
-                self._watch()
-            else:
-                return
 
     def close(self) -> None:
         """Let the connections go."""
-        for group in (self._data, self._control):
-            group.shutdown()
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        self._wait_for(self._control.broadcast, [tensor], options)
-
-    def _wait_for(self, collective: Callable[..., Any], *args: Any) -> None:
-        self.wait(self._start(lambda: collective(*args)))
-
-    def _start(self, collective: Callable[[], Any]) -> Any:
-        try:
-            return collective()
-        except RuntimeError as error:
-            raise PeerLostError(f"a peer of rank {self.rank} is gone: {_first_line(error)}", rank=-1) from error
+        self._wires.close()
+        if self._ring is not None:
+            self._ring.shutdown()
 
 
 def meet(store: Store, rank: int, size: int, timeout_seconds: float, watch: Callable[[], None] | None) -> Store:
@@ -278,7 +314,7 @@ def meet(store: Store, rank: int, size: int, timeout_seconds: float, watch: Call
     return own
 
 
-def _gloo(store: Store, name: str, rank: int, size: int, limit: timedelta, local: bool) -> Any:
+def _gloo(store: Store, rank: int, size: int, limit: timedelta, local: bool) -> Any:
     """A group of its own, so that none of the caller's is touched. The class is torch's, its constructor undocumented."""
     group: Any = dist.ProcessGroupGloo
     options = group._Options()
@@ -292,7 +328,7 @@ def _gloo(store: Store, name: str, rank: int, size: int, limit: timedelta, local
     options._devices = [device]
     options._timeout = limit
     options._threads = 2
-    return group(PrefixStore(name, store), rank, size, options)
+    return group(PrefixStore("ring", store), rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
@@ -300,13 +336,11 @@ def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
     group: Any = dist.ProcessGroupNCCL
     options = group.Options()
     options._timeout = limit
-    return group(PrefixStore("data", store), rank, size, options)
+    return group(PrefixStore("ring", store), rank, size, options)
 
 
-def _max_options() -> Any:
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    return options
+def _gone(rank: int, error: Exception) -> PeerLostError:
+    return PeerLostError(f"a peer of rank {rank} is gone: {_first_line(error)}", rank=-1)
 
 
 def _first_line(error: Exception) -> str:
