@@ -126,14 +126,14 @@ def test_grouped_queries_are_queries_of_repeated_keys_and_values() -> None:
 def test_rotary_attention_depends_on_distances_only() -> None:
     from wavetrain.models.context import Context, whole_sequences
 
-    q, k = torch.randn(1, 6, 1, 8), torch.randn(1, 6, 1, 8)
+    q, k = torch.randn(1, 6, 1, 1, 8), torch.randn(1, 6, 1, 1, 8)
 
     def scores(shift: int) -> Tensor:
         context = Context(positions=torch.arange(6) + shift, attend=whole_sequences(6, q.device).attend)
-        return torch.einsum("bqhd,bkhd->qk", context.rotate(q, 10_000.0), context.rotate(k, 10_000.0))
+        return torch.einsum("bqhgd,bkhgd->qk", context.rotate(q, 10_000.0), context.rotate(k, 10_000.0))
 
     torch.testing.assert_close(scores(0), scores(17), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(scores(0), torch.einsum("bqhd,bkhd->qk", q, k))
+    assert not torch.allclose(scores(0), torch.einsum("bqhgd,bkhgd->qk", q, k))
 
 
 @pytest.mark.parametrize(("name", "style"), list(itertools.product(DECODERS, STYLES)))

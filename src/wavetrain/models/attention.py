@@ -50,9 +50,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(…, hidden) → the same; where the heads are shared by ranks, this rank's part of the sum."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))  # (…, kv heads here, group + 2, head_dim)
-        q, k, v = qkv.split_with_sizes((self.group, 1, 1), -2)  # one split: its backward is one copy
+        if self.rope_theta is None:
+            q, k, v = qkv.split_with_sizes((self.group, 1, 1), -2)  # one split: its backward is one copy
+        else:
+            turned, v = qkv.split_with_sizes((self.group + 1, 1), -2)
+            q, k = context.rotate(turned, self.rope_theta).split_with_sizes((self.group, 1), -2)
         q, k, v = q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)  # (…, heads or kv heads here, head_dim)
-        if self.rope_theta is not None:
-            q, k = context.rotate(q, self.rope_theta), context.rotate(k, self.rope_theta)
         mixed: Tensor = self.out(context.attend(q, k, v).flatten(-2))
         return mixed

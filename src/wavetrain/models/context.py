@@ -88,17 +88,19 @@ class Context:
     _angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotate(self, x: Tensor, theta: float) -> Tensor:
-        """Turn the pairs (i, i + head_dim/2) of x (…, positions, heads, head_dim) by their position's angles, as Llama does."""
+        """Turn the pairs (i, i + head_dim/2) of x (…, positions, heads, group, head_dim) by their position's angles, as Llama
+        does.
+        """
         head_dim = x.shape[-1]
         key = (head_dim, theta)
         if key not in self._angles:
             steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=x.device) / head_dim
-            angles = self.positions.to(torch.float32)[:, None] * theta**-steps  # (positions, head_dim / 2)
-            both = torch.cat((angles, angles), -1)[:, None, :]  # (positions, 1, head_dim)
-            self._angles[key] = (both.cos().to(x.dtype), both.sin().to(x.dtype))
+            angles = self.positions.to(torch.float32)[:, None, None, None] * theta**-steps  # (positions, 1, 1, head_dim / 2)
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            self._angles[key] = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
         cos, sin = self._angles[key]
         first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
+        return x * cos + torch.cat((second, first), -1) * sin
 
 
 def whole_sequences(seq: int, device: torch.device, *, causal: bool = True, mask: Tensor | None = None) -> Context:

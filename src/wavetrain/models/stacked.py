@@ -54,7 +54,7 @@ class StackedLinear(nn.Module):
         if self.exact and not torch.is_grad_enabled():
             return torch.stack([product(as_alone(part), as_alone(own)) for part, own in zip(x, self.weight, strict=True)])
         if num == 1:
-            return product(x[0], self.weight[0])[None]
+            return product(x, self.weight[0])
         if torch.is_grad_enabled():
             return torch.bmm(x.flatten(1, -2), self.weight.mT).view(num, *x.shape[1:-1], outputs)
         if x[0].numel() <= FEW_ROWS * x.shape[-1]:
@@ -81,11 +81,13 @@ class StackedNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        exact = self.exact and not torch.is_grad_enabled()
+        if len(self.weight) == self.hidden and not exact:
+            return self._norm(x, self.weight)
         weights = self.weight.view(-1, self.hidden)
-        if len(weights) == 1 or not torch.is_grad_enabled():
-            alone = as_alone if self.exact else lambda part: part
-            parts = [self._norm(alone(part), alone(weight)) for part, weight in zip(x, weights, strict=True)]
-            return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+        if not torch.is_grad_enabled():
+            alone = as_alone if exact else lambda part: part
+            return torch.stack([self._norm(alone(part), alone(weight)) for part, weight in zip(x, weights, strict=True)])
         return self._norm(x, None) * weights.view(-1, *(1,) * (x.dim() - 2), self.hidden)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

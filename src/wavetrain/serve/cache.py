@@ -102,6 +102,8 @@ class StepAttention:
         if self._one_by_one:
             every = zip(q, k, v, keys.chunk(streams, 1), values.chunk(streams, 1), strict=True)
             return torch.stack([self._attend(as_alone(a), as_alone(b), as_alone(c), *held) for a, b, c, *held in every])
+        if streams == 1:
+            return self._attend(q[0], k[0], v[0], keys, values)[None]
         q, k, v = (part.transpose(0, 1).flatten(1, 2) for part in (q, k, v))  # (tokens, streams · heads, head_dim)
         return torch.unflatten(self._attend(q, k, v, keys, values), 1, (streams, -1)).transpose(0, 1)
 
