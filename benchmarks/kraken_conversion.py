@@ -23,7 +23,7 @@ TEXT, SEQ = TEXTS[0], 128
 def run(quick: bool) -> Report:
     """Conversion."""
     torch.manual_seed(0)
-    layers, width, steps, budget = (2, 32, 8, 4) if quick else (5, 128, 1500, 300)
+    layers, width, steps, budget = (2, 32, 8, 4) if quick else (5, 128, 800, 200)
     shape = ModelConfig(num_layers=layers, hidden=width, num_heads=4, vocab=256, max_length=SEQ, bias=False)
     kept, _, name = parts(TEXT, SEQ)
 

@@ -32,12 +32,12 @@ def run(quick: bool) -> Report:
     job = Job(
         models={n: models[n] for n in (STANDARD, *KRAKENS)},
         batches=batches,
-        repeats=2 if quick else 7,
-        decode_steps=4 if quick else 16,
+        repeats=2 if quick else 5,
+        decode_steps=4 if quick else 8,
         prompt=8 if quick else 128,
     )
     notes = [
-        "Two ranks: prompts of 128 tokens, then 16 steps of decoding a turn, all models in turns, medians; one thread and core "
+        "Two ranks: prompts of 128 tokens, then 8 steps of decoding a turn, all models in turns, medians; one thread and core "
         "a rank. The limit is the same model without communication.",
     ]
     rows: list[Row] = []

@@ -52,7 +52,9 @@ class Job:
 
 
 Times = dict[str, dict[str, float]]
-"""Case (``"first 512"``, ``"decode 8"``) to name (and ``"name, muted"``: no communication) to median seconds."""
+"""Case (``"first 512"``, ``"decode 8"``) to name to median seconds. Beside ``"name"`` of a model is ``"name, muted"``, without
+communication; of first tokens also ``"name, hidden"`` and ``"name, exposed"``: of its sums, behind compute and in its way; and
+``"name, messages"``: CPU seconds of the same sums with no compute beside them."""
 
 
 def measure(link: Link, job: Job) -> Times:
@@ -127,6 +129,10 @@ def rank_main(rank: int, spec: dict[str, Any], out: Path) -> None:
                 seconds = timed(runners[name], step)
                 if turn:
                     found.setdefault(f"first {context}", {}).setdefault(name, []).append(seconds)
+        for name, runner in runners.items():
+            if "muted" not in name:
+                for kind, seconds in sums(team, runner, step, spec["models"][name]).items():
+                    found[f"first {context}"][f"{name}, {kind}"] = [seconds]
     for batch in spec["batches"]:
         prompt = spec["prompt"]
         for turn in range(spec["repeats"] + 1):
@@ -147,6 +153,23 @@ def rank_main(rank: int, spec: dict[str, Any], out: Path) -> None:
         medians = {case: {name: statistics.median(all_) for name, all_ in names.items()} for case, names in found.items()}
         out.write_text(json.dumps(medians))
     team.close()
+
+
+def sums(team: Team, runner: Runner, step: Step, shape: dict[str, Any]) -> dict[str, float]:
+    """What the sums of a step take: see :data:`Times`."""
+    team.count_traffic()
+    for _ in range(3):
+        _tell(team, step)
+        runner.run(step)
+    assert team.traffic is not None
+    told = team.traffic.summary()
+    part = torch.zeros(1, len(step.tokens), shape["hidden"])
+    begin = time.process_time()
+    for _ in range(told["sums"] - 1):  # all but that of the head, which is of one token
+        team.start_sum(part).wait()
+    cpu = team.slowest(time.process_time() - begin)
+    team.count_traffic(on=False)
+    return {"hidden": 1e-3 * told["hidden_ms"], "exposed": 1e-3 * told["exposed_ms"], "messages": cpu}
 
 
 def _tell(team: Team, step: Step) -> None:

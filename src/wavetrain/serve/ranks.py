@@ -181,10 +181,10 @@ class Team:
         except (RuntimeError, ValueError) as error:
             raise RuntimeFailure(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
 
-    def count_traffic(self) -> None:
-        """From now on, measure how long sums take: see :attr:`traffic`."""
-        self._traffic = Traffic()
-        self._wires.stamp()
+    def count_traffic(self, *, on: bool = True) -> None:
+        """From now on, measure how long sums take, or no longer: see :attr:`traffic`."""
+        self._traffic = Traffic() if on else None
+        self._wires.stamp(on=on)
 
     @property
     def traffic(self) -> Traffic | None:

@@ -120,10 +120,10 @@ class Wires:
             self._wires[other].send(tensor)
         return Transfer(self, [self._wires[other] for other in {**sent, **received}])
 
-    def stamp(self) -> None:
-        """Find out when messages arrive, where the kernel tells: see :attr:`Transfer.arrived`."""
+    def stamp(self, *, on: bool = True) -> None:
+        """Find out when messages arrive, where the kernel tells, or no longer: see :attr:`Transfer.arrived`."""
         for wire in self._wires.values():
-            wire.stamp()
+            wire.stamp(on=on)
 
     def close(self) -> None:
         """Let the connections go."""
@@ -220,10 +220,11 @@ class _Wire:
         moved = self._push()
         return self._pull() or moved
 
-    def stamp(self) -> None:
+    def stamp(self, *, on: bool) -> None:
+        self._stamped, self.arrived = 0, None
         with contextlib.suppress(OSError):  # not on this system
-            self._connection.setsockopt(socket.SOL_SOCKET, _STAMPS, 1)
-            self._stamped = socket.CMSG_SPACE(_STAMP.size)
+            self._connection.setsockopt(socket.SOL_SOCKET, _STAMPS, int(on))
+            self._stamped = socket.CMSG_SPACE(_STAMP.size) if on else 0
 
     def close(self) -> None:
         self._connection.close()
