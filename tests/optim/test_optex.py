@@ -413,6 +413,13 @@ def test_states_that_do_not_fit_change_nothing() -> None:
     del state["optex"]["pace"]
     with pytest.raises(CheckpointError, match="lacks pace"):
         opt.load_state_dict(state)
+    older = opt.state_dict()
+    del older["optex"]["judge"]["curvature"]
+    older["optex"]["judge"]["tried"]["errors"] = torch.zeros(2)
+    before = opt.state_dict()
+    with pytest.raises(CheckpointError, match=r"another version: judge\.tried\.errors, judge\.curvature lacking"):
+        opt.load_state_dict(older)
+    assert str(opt.state_dict()) == str(before)
 
 
 def test_groups_stay_shared_when_the_inner_optimizer_loads_others() -> None:

@@ -16,7 +16,7 @@ at fewer points, several minibatches each, down to one point: then a round is on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, overload
 
 import torch
@@ -327,6 +327,13 @@ class OptEx(Optimizer):
         missing = {"mode", "parallel", "round", "has", "pace", "judge", "num_newest"} - set(own)
         if missing:
             raise CheckpointError(f"the saved state of OptEx lacks {', '.join(sorted(missing))}")
+        known = {"pace": self._pace.state_dict()} | ({} if saved is None else {"judge": self._judge.state_dict()})
+        odd = _unlike(own, known)
+        if odd:
+            raise CheckpointError(
+                f"the saved state of OptEx is of another version: {', '.join(odd)} lacking or of another size; load it without "
+                "its 'optex', as the state of the inner optimizer alone"
+            )
         if saved is None:
             return
         here = {
@@ -347,6 +354,18 @@ class OptEx(Optimizer):
                     f"the saved history is of another optimizer: {name} {there[name]}, here {value}; use the same parameters, "
                     "mode, parallel, history and distance_coordinates, or save with state_dict(history=False)"
                 )
+
+
+def _unlike(saved: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
+    """Names in ``known`` that ``saved`` lacks, or whose tensors have other shapes there."""
+    found: list[str] = []
+    for name, value in known.items():
+        other: Any = saved.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            found += [f"{name}.{inner}" for inner in _unlike(other, value)]
+        elif name not in saved or getattr(value, "shape", None) != getattr(other, "shape", None):
+            found.append(name)
+    return found
 
 
 def _whole(name: str, value: object, least: int) -> int:
