@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,28 @@ def test_a_rank_that_dies_while_generating(folders: Path) -> None:
         go_on()
     thread.join()
     llm.close()
+
+
+def test_the_rank_that_died_is_named_and_not_those_that_noticed(folders: Path) -> None:
+    """Rank 1 hears of the end of rank 2 as well, and ends."""
+    with LLM(folders / "kraken", shares=(2, 1, 1), max_model_len=48) as llm:
+        assert llm._workers is not None
+        victim = llm._workers._processes[1].pid
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(RuntimeFailure, match=r"rank 2 was killed by signal 9 \(SIGKILL\)"):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=30))
+
+
+def test_threads_share_one_model(folders: Path) -> None:
+    with LLM(folders / "kraken", tensor_parallel_size=2) as llm:
+        expected = [llm.generate(prompt, HOW)[0].outputs[0].token_ids for prompt in PROMPTS]
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            found = list(pool.map(lambda prompt: llm.generate(prompt, HOW)[0].outputs[0].token_ids, PROMPTS))
+        assert found == expected
+        stream = llm.stream("wave", SamplingParams(max_tokens=20, temperature=0))
+        next(stream)
+    with pytest.raises(InputError, match="closed, or a rank of it has failed"):
+        list(stream)
 
 
 def test_a_rank_that_dies_while_it_loads(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

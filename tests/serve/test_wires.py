@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from wavetrain.errors import PeerLostError, RankFailedError, RuntimeFailure
+from wavetrain.errors import PeerLostError, RankFailedError, RuntimeFailure, StallError
 from wavetrain.serve.ranks import RING_BYTES, Team
 from wavetrain.serve.wires import Wires
 
@@ -92,7 +91,7 @@ def test_a_rank_that_ends_is_named() -> None:
 
 
 def test_a_rank_that_says_nothing() -> None:
-    with met(2, timeout_seconds=1.5) as (one, _), pytest.raises(PeerLostError, match=r"rank 1 has not answered within 1\.5 s"):
+    with met(2, timeout_seconds=1.5) as (one, _), pytest.raises(StallError, match=r"rank 1 has not answered within 1\.5 s"):
         one.start({}, {1: torch.empty(4)}).wait()
 
 
@@ -100,8 +99,10 @@ def test_who_waits_looks_whether_the_others_live() -> None:
     def watch() -> None:
         raise RankFailedError("rank 1 was killed", rank=1, cause="signal 9")
 
-    with met(2, watch=watch) as (one, _), pytest.raises(RankFailedError, match="rank 1 was killed"):
-        one.start({}, {1: torch.empty(4)}).wait(for_ever=True)
+    with met(2) as (one, _):
+        one.watch = watch
+        with pytest.raises(RankFailedError, match="rank 1 was killed"):
+            one.start({}, {1: torch.empty(4)}).wait(for_ever=True)
 
 
 def test_ranks_that_are_out_of_step() -> None:
@@ -111,31 +112,44 @@ def test_ranks_that_are_out_of_step() -> None:
             one.start({}, {1: torch.empty(4)}).wait()
 
 
-def test_a_stranger_is_turned_away() -> None:
-    store, made = HashStore(), Future[Wires]()
+def test_strangers_are_turned_away_and_hold_up_nobody() -> None:
+    """Some say nothing at all; the right word may come in pieces."""
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as silent:
+        made = pool.submit(lambda: Wires(store, rank=0, size=2, local=True, timeout_seconds=30))
+        word, port, host = store.get("wires/0").decode().split()
+        assert host == "127.0.0.1", "nothing listens beyond this machine"
+        for _ in range(20):
+            silent.enter_context(socket.create_connection((host, int(port))))
+        for said in (b"", b"GET / HTTP/1.0\r\n\r\n" + bytes(16), bytes(16) + (1).to_bytes(8, "little")):
+            with socket.create_connection((host, int(port))) as stranger, contextlib.suppress(OSError):  # turned away meanwhile
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.settimeout(10)
+                assert stranger.recv(1) == b""
+        with socket.create_connection((host, int(port))) as rank_1:
+            hello = bytes.fromhex(word) + (1).to_bytes(8, "little")
+            rank_1.sendall(hello[:5])
+            time.sleep(0.3)
+            assert not made.done()
+            rank_1.sendall(hello[5:])
+            one = made.result(10)
+            found = torch.empty(1, dtype=torch.int64)
+            rank_1.sendall((8).to_bytes(8, "little") + (7).to_bytes(8, "little"))
+            one.start({}, {1: found}).wait()
+            assert found == 7
+            one.close()
 
-    def rank_0() -> None:
-        made.set_result(Wires(store, rank=0, size=2, local=True, timeout_seconds=30))
 
-    thread = threading.Thread(target=rank_0)
-    thread.start()
-    _, port, host = store.get("wires/0").decode().split()
-    assert host == "127.0.0.1", "nothing listens beyond this machine"
-    for said in (b"", b"GET / HTTP/1.0\r\n\r\n" + bytes(16), bytes(16) + (1).to_bytes(8, "little")):
-        with socket.create_connection((host, int(port))) as stranger, contextlib.suppress(OSError):  # turned away in the middle
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            stranger.settimeout(10)
-            assert stranger.recv(1) == b""
-    two = Wires(store, rank=1, size=2, local=True, timeout_seconds=30)
-    thread.join()
-    one = made.result()
-    found = torch.empty(1)
-    two.start({0: torch.ones(1)}, {}).wait()
-    one.start({}, {1: found}).wait()
-    assert found == 1
-    one.close()
-    two.close()
+def test_strangers_do_not_make_a_rank_wait_longer() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as silent:
+        made = pool.submit(lambda: Wires(store, rank=0, size=2, local=True, timeout_seconds=1))
+        _, port, host = store.get("wires/0").decode().split()
+        for _ in range(8):
+            silent.enter_context(socket.create_connection((host, int(port))))
+        with pytest.raises(RuntimeFailure, match="rank 1 did not connect within 1 s"):
+            made.result(20)
 
 
 def test_a_rank_that_never_comes() -> None:

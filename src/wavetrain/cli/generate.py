@@ -57,7 +57,10 @@ class Generation:
 
     def open(self, model: Path, *, max_rows: int) -> LLM:
         """The model, ready."""
-        from wavetrain.serve.llm import LLM
+        from wavetrain.serve.llm import LLM, MAX_RANKS
+
+        if self.ranks is not None and not 1 <= self.ranks <= MAX_RANKS:
+            raise InputError(f"--ranks is {self.ranks}; give a number from 1 to {MAX_RANKS}")
 
         return LLM(
             model,
@@ -122,13 +125,12 @@ class Generate(Output):
             if self.json or len(prompts) > 1:
                 self._all(llm, prompts)
             else:
-                first = os.environ.get("RANK", "0") == "0"
-                if first:
-                    print(prompts[0], end="", flush=True)
-                for piece in llm.stream(prompts[0], self.how.params()):
-                    print(piece, end="", flush=True)
-                if first:
-                    print()
+                shown = "" if os.environ.get("RANK", "0") != "0" else prompts[0]
+                for piece in llm.stream(prompts[0], self.how.params()):  # which may refuse the prompt
+                    print(f"{shown}{piece}", end="", flush=True)
+                    shown = ""
+                if os.environ.get("RANK", "0") == "0":
+                    print(shown)
             if self.how.stats and not self.json and os.environ.get("RANK", "0") == "0":
                 print_stats(llm.stats())
         return 0
@@ -174,7 +176,7 @@ class Chat(Output):
 
     wavetrain chat runs/first
 
-    Ctrl-C stops an answer; /reset forgets what was said; /quit or Ctrl-D ends.
+    Ctrl-C stops an answer, a second one all; /reset forgets what was said; /quit or Ctrl-D ends.
     """
 
     model: Annotated[Path, tyro.conf.Positional]
@@ -231,9 +233,15 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[list[int]]:
-    """While an answer is written, Ctrl-C is noted and nothing else: a step is never torn apart."""
+    """While an answer is written, Ctrl-C is noted: a step is not torn apart. A second one, while nothing comes, ends all."""
     pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+
+    def press(number: int, _: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, press)
     try:
         yield pressed
     finally:

@@ -7,13 +7,15 @@
             print(output.outputs[0].text)
 
 With several ranks this process is rank 0 and starts the others on this machine. Under torchrun (several machines) every rank
-makes the same calls: rank 0's prompts count, the others follow it and get nothing back.
+makes the same calls: rank 0's prompts count, the others follow it and get nothing back. Threads of one process may call the
+same LLM; not under torchrun.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,7 +23,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from wavetrain.errors import InputError, PeerLostError, StallError
+from wavetrain.errors import InputError, PeerLostError, RuntimeFailure
 from wavetrain.models.sharding import share
 from wavetrain.serve.checkpoints import open_source
 from wavetrain.serve.engine import Engine
@@ -83,7 +85,8 @@ class LLM:
         size = tensor_parallel_size if tensor_parallel_size is not None else len(shares) if shares else world or 1
         _check(size, max_num_seqs, max_model_len, world)
         _check_more(shares, seed, timeout_seconds, device)
-        self._timeout_seconds = timeout_seconds
+        self._one_by_one = threading.Lock()
+        """Threads that generate at the same time share steps, which are done by one of them."""
         request = Request(
             path=os.fspath(model),
             max_rows=max_num_seqs,
@@ -109,7 +112,7 @@ class LLM:
             store, watch = self._workers.store, self._workers.watch
         self._ended = weakref.finalize(self, _end, self._workers, self._met)
         try:
-            part = Part.load(request, store, rank=rank, size=size, local=not self._under_torchrun, watch=watch)
+            part = Part.load(request, store, rank=rank, size=size, local=_on_one_machine(world), watch=watch)
         except BaseException as error:
             raise self._given_up(error) from None
         self._team, self._runner, self.max_model_len = part.team, part.runner, part.max_length
@@ -152,7 +155,8 @@ class LLM:
             params = _as_params(sampling_params, len(given))
             for prompt, how in zip(given, params, strict=True):
                 self._engine.check(prompt, how)
-        running = [self._engine.add(prompt, how) for prompt, how in zip(given, params, strict=True)]
+        with self._one_by_one:
+            running = [self._engine.add(prompt, how) for prompt, how in zip(given, params, strict=True)]
         done = tokens = 0
         for touched in self._steps(running):
             tokens += len(touched)
@@ -167,7 +171,7 @@ class LLM:
         if self._follows:
             yield from self._follow([])
             return
-        with self._others_told():
+        with self._others_told(), self._one_by_one:
             sequence = self._engine.add(prompt, sampling_params or SamplingParams())
         shown = 0
         for _ in self._steps([sequence]):
@@ -203,15 +207,18 @@ class LLM:
         """Steps until all of ``running`` are done; whatever goes wrong, none of them is left behind."""
         try:
             while any(sequence.finish_reason is None for sequence in running):
-                try:
-                    touched = self._engine.step()
-                except BaseException as error:  # Ctrl-C as well: the ranks may be in the middle of a sum
-                    raise self._given_up(error) from None
-                yield touched
+                with self._one_by_one:
+                    self._require_open()
+                    try:
+                        touched = self._engine.step()
+                    except BaseException as error:  # Ctrl-C as well: the ranks may be in the middle of a sum
+                        raise self._given_up(error) from None
+                yield [sequence for sequence in touched if sequence in running]
         finally:
-            for sequence in running:
-                if sequence.finish_reason is None:
-                    self._engine.abort(sequence)
+            with self._one_by_one:
+                for sequence in running:
+                    if sequence.finish_reason is None:
+                        self._engine.abort(sequence)
             if self._under_torchrun and self._ended.alive:
                 self._team.send_step(None)
 
@@ -235,11 +242,9 @@ class LLM:
 
     def _given_up(self, error: BaseException) -> BaseException:
         """End all ranks at once, without a word to those that could not hear it; the first cause of what happened."""
-        found = None
-        if self._workers is not None and isinstance(error, PeerLostError):
-            found = self._workers.failure() or StallError(
-                f"a rank did not answer within {self._timeout_seconds:g} s, and no rank has ended: {error}"
-            )
+        found = self._workers.failure() if self._workers is not None and isinstance(error, PeerLostError) else None
+        for team in self._met:
+            team.close()  # which is all that ranks which are not this process's own hear of it
         self._met.clear()
         self._ended()
         return found or error
@@ -249,12 +254,17 @@ def _end(workers: Workers | None, met: list[Solo | Team]) -> None:
     """Tell the workers to stop, and see that they do."""
     if workers is not None:
         for team in met:
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(RuntimeFailure):
                 team.send_step(None)
                 workers.end()
         workers.end(0)
     for team in met:
         team.close()
+
+
+def _on_one_machine(world: int | None) -> bool:
+    """Whether all ranks are here: this process has started them, or torchrun says so."""
+    return world is None or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
 
 
 def _check(size: int, max_num_seqs: int, max_model_len: int | None, world: int | None) -> None:

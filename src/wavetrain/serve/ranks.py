@@ -45,7 +45,7 @@ class Traffic:
         self.taken.append([])
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the steps of one kind (steps with as many sums): milliseconds hidden and exposed, in all and by sum."""
+        """Medians over steps, of prompts and of decoding alike: milliseconds hidden and exposed, in all and by sum."""
         whole = [step for step in self.taken if step]
         if not whole:
             return {"sums": 0, "hidden_ms": 0.0, "exposed_ms": 0.0, "by_sum": []}
@@ -179,6 +179,7 @@ class Team:
             elif size > 2:
                 self._ring = _gloo(store, rank, size, limit, local)
         except (RuntimeError, ValueError) as error:
+            self._wires.close()
             raise RuntimeFailure(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
 
     def count_traffic(self, *, on: bool = True) -> None:

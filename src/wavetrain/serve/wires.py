@@ -6,13 +6,15 @@ are small: measured with one core a rank (AMD EPYC, a virtual machine), a sum of
 time, by Gloo's threads 2.3 ms; one of 400 KB 0.8 ms instead of 3.9; from 3 MB on both take the same.
 
 A message that does not fit into the kernel's buffers moves on when it is waited for. Messages between two ranks keep their
-order; each begins with its length, so that ranks that are out of step hear of it.
+order; each begins with its length, so that ranks that are out of step hear of it. A rank that ends closes its connections, and
+who waits for it hears of that at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import os
 import secrets
 import select
@@ -28,13 +30,18 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from wavetrain.errors import PeerLostError, RuntimeFailure
+from wavetrain.errors import PeerLostError, RuntimeFailure, StallError, WavetrainError
 
 _LENGTH: Final = struct.Struct("<q")
 _HELLO: Final = struct.Struct("<16sq")
-"""What a rank that connects says first: the word that the other has left in the store, and its own number."""
+"""What a rank that connects says first: the word that the other has left in the store, and its own number. It keeps out who came
+by mistake, or cannot reach the store; who can, can read the word as well."""
+_MOST_STRANGERS: Final = 64
+"""Connections that have not yet said who they are."""
 _PIECES: Final = 16
 """Buffers that one call of the kernel is given at most."""
+_SILENT: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+"""Seconds, and tries, after which a machine that answers nothing at all is taken for gone."""
 _LOOK_EVERY: Final = 1.0
 """Seconds after which a rank that waits looks whether the others still live."""
 _STAMPS: Final = getattr(socket, "SO_TIMESTAMPNS", 35)
@@ -66,18 +73,20 @@ class Wires:
     ) -> None:
         self.timeout_seconds, self.watch = timeout_seconds, watch or (lambda: None)
         self._wires: dict[int, _Wire] = {}
-        host = "127.0.0.1" if local else _own_address(store)
-        until = time.monotonic() + timeout_seconds
+        until, host = time.monotonic() + timeout_seconds, "127.0.0.1"
         try:
+            if not local:
+                host = _own_address(store)
             with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
                 word = secrets.token_bytes(16)
                 store.set(f"wires/{rank}", f"{word.hex()} {listener.getsockname()[1]} {host}")
                 for other in range(rank):
                     self._wires[other] = _Wire(other, self._connect(store, other, rank, until))
-                while len(self._wires) < size - 1:
-                    self._accept(listener, word, range(rank + 1, size), until)
+                self._accept(listener, word, range(rank + 1, size), until)
         except (OSError, RuntimeError) as error:
             self.close()
+            if isinstance(error, WavetrainError):
+                raise
             told = str(error).strip().partition("\n")[0]
             raise RuntimeFailure(f"rank {rank} at {host} could not meet the other {size - 1}: {told}") from error
         except BaseException:
@@ -91,23 +100,42 @@ class Wires:
         return connection
 
     def _accept(self, listener: socket.socket, word: bytes, expected: range, until: float) -> None:
-        """One more connection; who does not know the word is turned away."""
-        listener.settimeout(_LOOK_EVERY)
+        """Connections of all ``expected`` ranks; who does not know the word is turned away, and holds up nobody."""
+        strangers: dict[int, tuple[socket.socket, bytes]] = {}
+        poll = select.poll()
+        poll.register(listener.fileno(), select.POLLIN)
+        listener.setblocking(False)
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            self.watch()
-            if time.monotonic() > until:
-                absent = [str(other) for other in expected if other not in self._wires]
-                raise OSError(f"rank {', '.join(absent)} did not connect within {self.timeout_seconds:g} s") from None
-            return
-        connection.settimeout(5.0)
-        with contextlib.suppress(OSError):
-            said, other = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size, b"\0"))
-            if hmac.compare_digest(said, word) and other in expected and other not in self._wires:
-                self._wires[other] = _Wire(other, connection)
-                return
-        connection.close()
+            while absent := [other for other in expected if other not in self._wires]:
+                for number, _ in poll.poll(100):
+                    if number == listener.fileno():
+                        with contextlib.suppress(OSError):  # gone again
+                            connection, _ = listener.accept()
+                            connection.setblocking(False)
+                            poll.register(connection.fileno(), select.POLLIN)
+                            strangers[connection.fileno()] = (connection, b"")
+                        continue
+                    connection, said = strangers.pop(number)
+                    try:
+                        more = connection.recv(_HELLO.size - len(said))
+                    except OSError:
+                        more = b""
+                    said += more
+                    if more and len(said) < _HELLO.size and len(strangers) < _MOST_STRANGERS:
+                        strangers[number] = (connection, said)
+                        continue
+                    poll.unregister(number)
+                    known, other = _HELLO.unpack(said.ljust(_HELLO.size, b"\0"))
+                    if more and hmac.compare_digest(known, word) and other in absent and other not in self._wires:
+                        self._wires[other] = _Wire(other, connection)
+                    else:
+                        connection.close()
+                self.watch()
+                if time.monotonic() > until:
+                    raise OSError(f"rank {', '.join(map(str, absent))} did not connect within {self.timeout_seconds:g} s")
+        finally:
+            for connection, _ in strangers.values():
+                connection.close()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Transfer:
         """Begin to send tensors, and to receive into others; all contiguous, on the CPU, by the rank they go to or come from.
@@ -139,7 +167,7 @@ class Transfer:
         self._wires = wires
         self._goals = [(wire, wire.num_to_send, wire.num_to_receive) for wire in ends]
         self.arrived: float | None = None
-        """When the last byte had come, by ``time.time()``; None if nobody knows."""
+        """When the last byte that was read with it had come, by ``time.time()``; None if nobody knows."""
 
     def wait(self, *, for_ever: bool = False) -> None:
         """Until all is handed to the kernel, and has come.
@@ -148,7 +176,8 @@ class Transfer:
             for_ever: whether the others may be silent for as long as they like.
 
         Raises:
-            PeerLostError: a rank has ended, or is silent for too long.
+            PeerLostError: a rank has ended.
+            StallError: one is silent for too long.
         """
         until = time.monotonic() + self._wires.timeout_seconds
         while left := [goal[0] for goal in self._goals if not _reached(*goal)]:
@@ -157,8 +186,7 @@ class Transfer:
             elif not _wait_for(left):
                 self._wires.watch()
                 if time.monotonic() > until and not for_ever:
-                    limit = f"{self._wires.timeout_seconds:g} s"
-                    raise PeerLostError(f"rank {left[0].other} has not answered within {limit}", rank=left[0].other)
+                    raise StallError(f"rank {left[0].other} has not answered within {self._wires.timeout_seconds:g} s")
         stamps = [wire.arrived for wire, _, _ in self._goals if wire.arrived is not None]
         self.arrived = max(stamps, default=None)
 
@@ -188,6 +216,10 @@ class _Wire:
         self._in: deque[tuple[memoryview, bytes | None]] = deque()
         """Where to receive into, and what it must then be, if that is known."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _SILENT.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connection.setblocking(False)
         self._connection = connection
         self.fileno = connection.fileno
@@ -294,12 +326,22 @@ def _own_address(store: Store) -> str:
         import fcntl  # of Unix, as is choosing an interface by its name
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            found = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
+            try:
+                found = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
+            except OSError as error:
+                raise OSError(f"GLOO_SOCKET_IFNAME={interface} has no IPv4 address ({error.strerror})") from error
         return socket.inet_ntoa(found[20:24])
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    for family, kind, _, _, address in socket.getaddrinfo(getattr(store, "host", "127.0.0.1"), 1, type=socket.SOCK_DGRAM):
+    master, address = getattr(store, "host", "127.0.0.1"), "127.0.0.1"
+    for family, kind, _, _, at in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as asked, contextlib.suppress(OSError):
-            asked.connect(address)  # sends nothing, but chooses where it would be sent from
-            return str(asked.getsockname()[0])
-    return "127.0.0.1"
+            asked.connect(at)  # sends nothing, but chooses where it would be sent from
+            address = str(asked.getsockname()[0])
+            break
+    if ipaddress.ip_address(address).is_loopback and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise OSError(
+            f"{master} is {address} here, where other machines cannot reach it; name the interface that leads to them: "
+            "GLOO_SOCKET_IFNAME=eth0"
+        )
+    return address

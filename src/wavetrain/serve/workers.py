@@ -23,9 +23,11 @@ from typing import IO, Any
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from wavetrain.errors import RankFailedError, RuntimeFailure, WavetrainError
+from wavetrain.errors import PeerLostError, RankFailedError, RuntimeFailure, WavetrainError
 
 _MARK = "wavetrain worker: "
+_LOST_A_PEER = 3
+"""The exit code of a worker that ended since another rank was gone."""
 
 
 class Workers:
@@ -69,19 +71,22 @@ class Workers:
 
     def watch(self) -> None:
         """Raise what ended a worker, if one has ended."""
-        failure = self.failure(0)
-        if failure is not None:
+        if any(process.poll() for process in self._processes):
+            failure = self.failure(1.0)
+            assert failure is not None
             raise failure
 
     def failure(self, wait_seconds: float = 2.0) -> RuntimeFailure | None:
-        """Why a worker is gone, if one is."""
+        """Why a worker is gone, if one is: the first cause, not that of those who ended since another had."""
         until = time.monotonic() + wait_seconds
         while True:
-            for rank, process in enumerate(self._processes, 1):
-                code = process.poll()
-                if code is not None and code != 0:
-                    return self._describe(rank, code)
-            if time.monotonic() > until:
+            ended = {rank: code for rank, process in enumerate(self._processes, 1) if (code := process.poll())}
+            first = [rank for rank, code in ended.items() if code != _LOST_A_PEER]
+            late = time.monotonic() > until
+            if first or (late and ended):
+                rank = next(iter(first or ended))
+                return self._describe(rank, ended[rank])
+            if late:
                 return None
             time.sleep(0.05)
 
@@ -142,7 +147,7 @@ def main() -> int:
         work(orders)
     except WavetrainError as error:
         print(f"{_MARK}{error}", file=sys.stderr)
-        return 1
+        return _LOST_A_PEER if isinstance(error, PeerLostError) else 1
     return 0
 
 
