@@ -29,8 +29,8 @@ SIZES = {
 """The standard model, steps of 1,024 bytes, learning rate: the same for all models of a size."""
 SEEDS = 3
 ROTARY = "GPT, rotary"
-"""Of the smaller size alone: the positions of modern Krakens."""
-PLOT = Path(__file__).resolve().parent / "kraken_quality.svg"
+"""The positions of modern Krakens: the control that is like them in all else."""
+PLOT = Path(__file__).resolve().parent / "plots" / "kraken_quality.svg"
 
 
 def models(standard: ModelConfig) -> dict[str, ModelConfig]:
@@ -53,7 +53,7 @@ def run(quick: bool) -> Report:
     rows: list[Row] = []
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for size, (standard, steps, lr) in sizes.items():
-            configs = {n: config for n, config in models(standard).items() if n != ROTARY or size == next(iter(sizes))}
+            configs = models(standard)
             lessons = {
                 (name, text, seed): Lesson(text=text, shape=config.to_dict(), seed=seed, steps=steps, lr=lr)
                 for seed in range(seeds)
@@ -74,8 +74,9 @@ def run(quick: bool) -> Report:
             f"{seeds} seeds; texts: {', '.join(parts(t, 128)[2] for t in texts)}; sequences of 128 bytes, 8 a step, AdamW, "
             + "; ".join(f"{size}: {steps} steps, rate {lr:g}" for size, (_, steps, lr) in sizes.items())
             + ". Spread: the standard deviation over seeds, mean of the texts.",
-            "Modern Krakens have rotary positions; a small GPT with them is shown beside the GPT that is the target.",
-            *(() if quick else (f"[Quality against time to first token]({PLOT.name}), two ranks, context 128.",)),
+            "Most of what modern Krakens gain over GPT is their rotary positions. Against a GPT with the same positions (learned "
+            "for paper, rotary for modern) nothing but the architecture differs.",
+            *(() if quick else (f"[Quality against time to first token](plots/{PLOT.name}), two ranks, context 128.",)),
         ),
     )
 
@@ -105,16 +106,21 @@ def _rows(
             )
         )
     for n in (2, 4):
-        best = min((f"Kraken N={n}, {mode}" for mode in ("paper", "modern")), key=lambda k: _mean(found, k, texts, seeds))
-        ratio = _mean(found, best, texts, seeds) / base
-        rows.append(
-            Row(
-                case=f"{size}: best Kraken of N={n} ({best.split(', ')[1]}) against GPT",
-                target=f"≤ {MOST:.2f}×",
-                measured=f"{ratio:.4f}×",
-                passed=ratio < 2 if quick else ratio <= MOST,
+        modes = {mode: _mean(found, f"Kraken N={n}, {mode}", texts, seeds) for mode in ("paper", "modern")}
+        alike = {"paper": modes["paper"] / base, "modern": modes["modern"] / _mean(found, ROTARY, texts, seeds)}
+        for what, ratios in (
+            ("GPT", {mode: mean / base for mode, mean in modes.items()}),
+            ("a GPT with the same positions", alike),
+        ):
+            best = min(ratios, key=lambda mode: ratios[mode])
+            rows.append(
+                Row(
+                    case=f"{size}: best Kraken of N={n} ({best}) against {what}",
+                    target=f"≤ {MOST:.2f}×",
+                    measured=", ".join(f"{mode} {ratio:.4f}×" for mode, ratio in ratios.items()),
+                    passed=ratios[best] < 2 if quick else ratios[best] <= MOST,
+                )
             )
-        )
     return rows
 
 
