@@ -99,8 +99,7 @@ class Context:
             cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
             self._angles[key] = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
         cos, sin = self._angles[key]
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((second, first), -1) * sin
+        return torch.addcmul(x * cos, x.roll(head_dim // 2, -1), sin)
 
 
 def whole_sequences(seq: int, device: torch.device, *, causal: bool = True, mask: Tensor | None = None) -> Context:

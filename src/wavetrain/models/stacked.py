@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
 from wavetrain.models.layers import MLP
-from wavetrain.models.linear import FEW_ROWS, product
+from wavetrain.models.linear import FEW_ROWS, product, spaced
 
 _ALIGNMENT: Final = 64
 """Bytes; of every tensor that torch makes on a CPU."""
@@ -59,7 +59,7 @@ class StackedLinear(nn.Module):
             return torch.bmm(x.flatten(1, -2), self.weight.mT).view(num, *x.shape[1:-1], outputs)
         if x[0].numel() <= FEW_ROWS * x.shape[-1]:
             return torch.stack([product(part, weight) for part, weight in zip(x, self.weight, strict=True)])
-        y = x.new_empty(num, *x.shape[1:-1], outputs)
+        y = spaced(x, num, *x.shape[1:-1], outputs)
         for part, weight, out in zip(x, self.weight, y, strict=True):
             torch.mm(part.flatten(0, -2), weight.mT, out=out.view(-1, outputs))
         return y
