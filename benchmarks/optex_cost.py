@@ -1,6 +1,7 @@
 """What OptEx costs: the share of a round that goes to estimation, how it grows, and what it keeps.
 
-A transformer on bytes of Python's standard library, minibatches of 128, and a network of a million parameters; one thread.
+Transformers on bytes of Python's standard library, minibatches of 128, and a network of a million parameters; one thread. Of a
+network of dense layers a small minibatch is the hardest case: nothing has less work for every parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def run(quick: bool) -> Report:
     """Seconds and bytes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = [_transformer(quick), _million(quick)]
+    rows = [_transformer(quick, *((2, 64, 15) if quick else shape)) for shape in ((2, 64, 15), (4, 144, 25))]
+    rows += [_million(quick, batch) for batch in (128, 1024)]
     rows += _growth(quick)
     rows.append(_memory(quick))
     return Report(
@@ -55,8 +57,8 @@ def _shares(opt: OptEx, loss: Callable[[int], Tensor], count: int) -> tuple[floa
     return statistics.median(one.estimate_share for one in told), statistics.median(steps), statistics.median(whole)
 
 
-def _transformer(quick: bool) -> Row:
-    model = GPT(num_layers=2, hidden=64, num_heads=4, vocab=256, max_length=64)
+def _transformer(quick: bool, layers: int, hidden: int, most: int) -> Row:
+    model = GPT(num_layers=layers, hidden=hidden, num_heads=4, vocab=256, max_length=64)
     batches = iter(Batches(stdlib_corpus(), batch=8 if quick else 128, seq=64))
     opt = OptEx(torch.optim.AdamW(model.parameters(), lr=1e-3), parallel=PARALLEL, history=HISTORY)
 
@@ -68,21 +70,21 @@ def _transformer(quick: bool) -> Row:
     size = sum(p.numel() for p in model.parameters())
     return Row(
         case=f"transformer of {size:,} parameters, minibatches of 128 × 64 bytes, N = 4: estimation's share of a round",
-        target="≤ 15 %",
+        target=f"≤ {most} %",
         measured=f"{percent(share, 1)} of {seconds:.2f} s (inner steps {percent(steps, 1)})",
-        passed=None if quick else share <= 0.15,
+        passed=None if quick else share <= most / 100,
     )
 
 
-def _million(quick: bool) -> Row:
+def _million(quick: bool, batch: int) -> Row:
     width = 100 if quick else 570
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     size = sum(p.numel() for p in model.parameters())
     opt = OptEx(torch.optim.Adam(model.parameters(), lr=1e-4), parallel=PARALLEL, history=HISTORY)
-    x = torch.randn(PARALLEL, 128, width)
+    x = torch.randn(PARALLEL, batch, width)
     share, steps, seconds = _shares(opt, lambda i: model(x[i]).square().mean(), 2 if quick else 16)
     return Row(
-        case=f"network of {size:,} parameters, minibatches of 128, history of {HISTORY}: estimation's share of a round",
+        case=f"network of {size:,} parameters, minibatches of {batch}, history of {HISTORY}: estimation's share of a round",
         target="≤ 25 %",
         measured=f"{percent(share, 1)} of {seconds * 1e3:.0f} ms (inner steps {percent(steps, 1)})",
         passed=None if quick else share <= 0.25,

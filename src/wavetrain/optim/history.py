@@ -74,12 +74,9 @@ class History:
 
     def squares_to(self, point: Tensor) -> Floats:
         """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
-        chosen = self._chosen(point)
-        if self.points.dtype in WIDE:
-            # straight sums of squared differences: by way of inner products, close points would lose all their digits
-            far = torch.cdist(chosen[None].to(self.points.dtype), self.points, compute_mode="donot_use_mm_for_euclid_dist")[0]
-        else:
-            far = torch.stack([(row.float() - chosen.float()).norm() for row in self.points])
+        chosen = _wide(self._chosen(point))
+        # straight sums of squared differences: by way of inner products, close points would lose all their digits
+        far = torch.stack([torch.dist(_wide(row), chosen) for row in self.points])
         return self._shards.total(self._share * far.double().cpu().numpy() ** 2)
 
     def _chosen(self, point: Tensor) -> Tensor:
@@ -87,11 +84,13 @@ class History:
 
     def combine(self, weights: Floats, rows: Sequence[int], out: Tensor) -> Tensor:
         """Σ weights[j] · gradient of rows[j], into ``out`` (d,)."""
-        every = np.zeros(self.capacity)
-        every[list(rows)] = weights
-        if out.dtype == self.gradients.dtype and out.dtype in WIDE:
-            w = torch.as_tensor(every, device=out.device, dtype=out.dtype)
-            return torch.addmv(out, self.gradients.t(), w, beta=0, out=out)  # one pass over what is kept, nothing made anew
+        if out.dtype == self.gradients.dtype and out.dtype in WIDE and weights.any():
+            every = np.zeros(self.capacity)
+            every[list(rows)] = weights
+            used = np.flatnonzero(every)
+            span = slice(int(used[0]), int(used[-1]) + 1)
+            w = torch.as_tensor(every[span], device=out.device, dtype=out.dtype)
+            return torch.addmv(out, self.gradients[span].t(), w, beta=0, out=out)  # one pass over these rows, nothing made anew
         out.zero_()
         for row, weight in zip(rows, weights.tolist(), strict=True):
             out.add_(self.gradients[row], alpha=weight)
@@ -115,9 +114,10 @@ class History:
     def close(self, rows: Sequence[int]) -> None:
         """The gradients of ``rows`` have been written: take them in, as the newest."""
         self.rows += rows
-        counted = self.gradients[:, : self._num_counted]
-        wide = counted if counted.dtype in WIDE else counted.float()
-        found = self._shards.total((wide[list(rows)] @ wide.t()).double().cpu().numpy())
+        wide = _wide(self.gradients[:, : self._num_counted])
+        span = slice(rows[0], rows[0] + len(rows))
+        new = wide[span] if list(rows) == list(range(span.start, span.stop)) else wide[list(rows)]  # a copy only where it must be
+        found = self._shards.total((new @ wide.t()).double().cpu().numpy())
         self.products[list(rows), :] = found
         self.products[:, list(rows)] = found.T
 
@@ -146,3 +146,8 @@ class History:
         self.rows = list(state["rows"])
         if self.sampled is not None:
             self.sampled.copy_(state["sampled"])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """X in a type that sums can be made in; itself if it is of one."""
+    return x if x.dtype in WIDE else x.float()
