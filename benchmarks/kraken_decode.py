@@ -32,13 +32,13 @@ def run(quick: bool) -> Report:
     job = Job(
         models={n: models[n] for n in (STANDARD, *KRAKENS)},
         batches=batches,
-        repeats=2 if quick else 5,
-        decode_steps=4 if quick else 8,
+        repeats=2 if quick else 15,
+        decode_steps=4,
         prompt=8 if quick else 128,
     )
     notes = [
-        "Two ranks: prompts of 128 tokens, then 8 steps of decoding a turn, all models in turns, medians; one thread and core "
-        "a rank. The limit is the same model without communication.",
+        "Two ranks: prompts of 128 tokens, then 4 steps of decoding a turn (16 at batch 1), all models in 15 turns, medians; one "
+        "thread and core a rank. The limit is the same model without communication.",
     ]
     rows: list[Row] = []
     with limited(RATE_MBIT) as (link, why):

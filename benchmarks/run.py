@@ -15,7 +15,7 @@ from benchmarks.report import timed
 NAMES = (
     *("formulas", "zero_bubble_waves", "hop_latency", "lean_memory", "uneven", "speed"),
     *("accuracy", "planner", "mixed_clusters"),
-    *("kraken_quality", "kraken_conversion", "kraken_elastic", "kraken_first_token", "kraken_decode"),
+    *("kraken_quality", "kraken_conversion", "kraken_elastic", "kraken_first_token", "kraken_decode", "deferred_sums"),
     *("optex_synthetic", "optex_networks", "optex_reinforcement", "optex_theory", "optex_wall_clock", "optex_cost"),
     *("paper", "paper_rehearsed", "against_torch", "chimera", "many_ranks", "split_backward", "real_compute"),
 )

@@ -46,6 +46,7 @@ class Job:
     batches: tuple[int, ...] = ()
     """Sequences that are decoded together."""
     decode_steps: int = 16
+    """A turn; of one sequence, whose steps are short, four times as many."""
     prompt: int = 128
     """Tokens of the prompts of those."""
     repeats: int = 7
@@ -100,7 +101,7 @@ def rank_main(rank: int, spec: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     store = TCPStore(spec["address"], PORT, is_master=rank == 0, wait_for_workers=False)
     rows = max([1, *spec["batches"]])
-    length = max([*spec["contexts"], spec["prompt"] + spec["decode_steps"] + 1])
+    length = max([*spec["contexts"], spec["prompt"] + 4 * spec["decode_steps"] + 1])
     team = Team(store, rank=rank, size=2, parts=(1, 1), max_rows=rows, local=spec["local"])
     runners: dict[str, Runner] = {}
     for name, shape in spec["models"].items():
@@ -145,7 +146,7 @@ def rank_main(rank: int, spec: dict[str, Any], out: Path) -> None:
                     continue
                 steps = [
                     Step(tuple(StepRow(i, prompt + n, 1) for i in range(batch)), (9,) * batch)
-                    for n in range(spec["decode_steps"])
+                    for n in range(spec["decode_steps"] * (4 if batch == 1 else 1))
                 ]
                 seconds = sum(timed(runner, step) for step in steps)
                 found.setdefault(f"decode {batch}", {}).setdefault(name, []).append(seconds / len(steps))

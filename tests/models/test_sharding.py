@@ -109,7 +109,7 @@ def test_an_uneven_number_of_sub_layers_each(counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "counts", "words"),
     [
-        ("kraken", 3, None, r"take 1, 2, 4 ranks, or say how many each holds, e\.g\. \(2, 1, 1\)"),
+        ("kraken", 3, None, r"take 1, 2, 4 ranks, or say how many each holds, e\.g\. shares 2 1 1"),
         ("kraken", 8, None, "take 1, 2, 4 ranks$"),
         ("kraken", 2, (2, 1), "add up to 4"),
         ("kraken", 2, (4, 0), "above 0"),

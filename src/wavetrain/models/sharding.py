@@ -74,7 +74,7 @@ def share(config: ModelConfig, size: int, counts: Sequence[int] | None = None) -
     if counts is None:
         if degree % size:
             fitting = [n for n in range(1, degree + 1) if degree % n == 0]
-            uneven = "" if size > degree else f", or say how many each holds, e.g. {_uneven(degree, size)}"
+            uneven = "" if size > degree else f", or say how many each holds, e.g. shares {' '.join(_uneven(degree, size))}"
             raise InputError(
                 f"{size} ranks cannot share a Kraken of degree {degree} evenly; take {', '.join(map(str, fitting))} ranks{uneven}"
             )
@@ -87,8 +87,8 @@ def share(config: ModelConfig, size: int, counts: Sequence[int] | None = None) -
     return Sharing(counts=tuple(counts))
 
 
-def _uneven(degree: int, size: int) -> tuple[int, ...]:
-    return tuple(degree // size + (i < degree % size) for i in range(size))
+def _uneven(degree: int, size: int) -> list[str]:
+    return [str(degree // size + (i < degree % size)) for i in range(size)]
 
 
 def build_part(

@@ -43,7 +43,7 @@ def candidates(path: Path) -> list[Path]:
         return [path, *before]
     found = checkpoints(path)
     if not found:
-        raise CheckpointError(f"{path}: no checkpoint there; save() makes folders named step-00000120 in it")
+        raise CheckpointError(f"{path}: no checkpoint there; those of a run are folders named step-00000120 and the like")
     return found
 
 
