@@ -16,7 +16,8 @@ NAMES = (
     *("formulas", "zero_bubble_waves", "hop_latency", "lean_memory", "uneven", "speed"),
     *("accuracy", "planner", "mixed_clusters"),
     *("kraken_quality", "kraken_conversion", "kraken_elastic", "kraken_first_token", "kraken_decode", "deferred_sums"),
-    *("optex_synthetic", "optex_networks", "optex_reinforcement", "optex_theory", "optex_wall_clock", "optex_cost"),
+    *("optex_synthetic", "optex_networks", "optex_reinforcement", "optex_theory"),
+    *("optex_wall_clock", "optex_cost", "optex_threads"),
     *("paper", "paper_rehearsed", "against_torch", "chimera", "many_ranks", "split_backward", "real_compute"),
 )
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wavetrain.errors import InputError
 from wavetrain.optim.flat import Flat
@@ -31,8 +31,8 @@ class Evaluated:
     """Which parameters got a gradient."""
 
 
-def with_index(closure: Closure) -> Callable[[int], Any]:
-    """A closure as a function of the index of a minibatch, whether it takes one or not.
+def with_index(closure: Closure, model: nn.Module | None = None) -> Callable[..., Any]:
+    """A closure as a function of the index of a minibatch, whether it takes one or not; with a ``model``, of that as well.
 
     Raises:
         InputError: it is no function, or takes more.
@@ -47,6 +47,13 @@ def with_index(closure: Closure) -> Callable[[int], Any]:
     except (TypeError, ValueError):
         return closure
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if model is not None:
+        if len(needed) != 2 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+            raise InputError(
+                "OptEx was given a model, and calls the closure with the index of a minibatch and a model to evaluate it with: "
+                f"lambda i, model: loss_fn(model(x[i]), y[i]); this one takes {len(needed)}"
+            )
+        return closure
     if len(needed) > 1:
         raise InputError(
             f"the closure needs {len(needed)} arguments ({', '.join(p.name for p in needed)}); OptEx calls it with the index "
@@ -61,10 +68,13 @@ def with_index(closure: Closure) -> Callable[[int], Any]:
     return lambda i: closure()
 
 
-def evaluate(closure: Callable[[int], Any], index: int, seed: int, flat: Flat, out: Tensor, scale: float | None) -> Evaluated:
+def evaluate(
+    closure: Callable[[int], Any], index: int, seed: int | None, flat: Flat, out: Tensor, scale: float | None
+) -> Evaluated:
     """Run ``closure``, and its backward pass if it did not; the gradient goes into ``out`` (d,).
 
-    With ``scale``, the loss is multiplied by it before the backward pass, and the gradient divided by it after.
+    With ``scale``, the loss is multiplied by it before the backward pass, and the gradient divided by it after. Without ``seed``,
+    no random numbers are prepared for.
 
     Raises:
         InputError: it returns no loss, gives no gradient, or changes the parameters.
@@ -72,8 +82,9 @@ def evaluate(closure: Callable[[int], Any], index: int, seed: int, flat: Flat, o
     flat.forget_gradients()
     before = flat.versions()
     devices = [flat.device] if flat.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=devices, enabled=seed is not None), torch.enable_grad():
+        if seed is not None:
+            torch.manual_seed(seed)
         loss = closure(index)
         if isinstance(loss, int | float):
             loss = torch.tensor(float(loss))

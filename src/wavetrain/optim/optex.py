@@ -17,11 +17,12 @@ at fewer points, several minibatches each, down to one point: then a round is on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from wavetrain.errors import CheckpointError, InputError, UnknownNameError
@@ -36,8 +37,11 @@ from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
 from wavetrain.optim.team import Alone, Group, Shards, Team
+from wavetrain.optim.threads import Threads
 
 HISTORY: Final = {"auto": 20, "paper": 50}
+ROUNDS_KEPT: Final = 4
+"""Rounds whose gradients are kept at least: with fewer, there is little to predict from."""
 SELECT: Final = ("last", "loss", "gradient")
 
 
@@ -54,11 +58,15 @@ class OptEx(Optimizer):
         base: any optimizer of torch but LBFGS. Its groups and rates are shared; its own hooks are called for proposed steps too.
         parallel: N, the minibatches of a round. With ``process_group``, its size.
         mode: ``"auto"``, or ``"paper"`` for the algorithm as it was published.
-        history: pairs of points and gradients that are kept, those of the round under way included.
+        history: pairs of points and gradients that are kept, those of the round under way included; default: 20, or 4·N if that
+            is more (in paper mode 50, and N).
         kernel: of the Gaussian process: rbf, matern12, matern32 or matern52.
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
         process_group: every rank of it evaluates one minibatch of a round; all must start from the same weights.
+        model: evaluate minibatches at the same time, by threads that each have a copy of it; the closure is then called with an
+            index and a model, ``lambda i, model: loss_fn(model(x[i]), y[i])``, and may not draw random numbers.
+        threads: how many; default: as many as torch uses, N at most. 1: one after another, without copies.
         shard_group: every rank of it holds other parameters of the same model, as the ranks of a pipeline do; all call ``step``
             together, with closures of the same loss.
         held_elsewhere: parameters here that another rank of ``shard_group`` holds as well, as tied weights; they count there.
@@ -83,6 +91,8 @@ class OptEx(Optimizer):
         kernel: str = "matern52",
         select: str = "last",
         process_group: dist.ProcessGroup | None = None,
+        model: nn.Module | None = None,
+        threads: int | None = None,
         shard_group: dist.ProcessGroup | None = None,
         held_elsewhere: Iterable[Tensor] = (),
         distance_coordinates: int | None = 65_536,
@@ -106,6 +116,13 @@ class OptEx(Optimizer):
         for what, group in (("process_group", process_group), ("shard_group", shard_group)):
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise InputError(f"{what} is {group!r}; expected a group of torch.distributed")
+        if model is not None and (not isinstance(model, nn.Module) or process_group is not None or shard_group is not None):
+            raise InputError(
+                f"model is {type(model).__name__}; expected a torch module, and no group of ranks: they evaluate at the same "
+                "time anyway"
+            )
+        if threads is not None and model is None:
+            raise InputError("threads evaluate with copies of the model: give model= as well, and a closure of (i, model)")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
         if history_dtype is not None and not (isinstance(history_dtype, torch.dtype) and history_dtype.is_floating_point):
@@ -119,7 +136,12 @@ class OptEx(Optimizer):
                 f"parallel is {parallel}, but the process group has {size} ranks, one for each minibatch; leave it out"
             )
         self.parallel = _whole("parallel", size if parallel is None else parallel, 1)
-        capacity = _whole("history", HISTORY[mode] if history is None else history, 2)
+        self.model = model
+        self._num_threads = 1 if model is None else min(self.parallel, torch.get_num_threads())
+        if threads is not None:
+            self._num_threads = min(self.parallel, _whole("threads", threads, 1))
+        least = HISTORY[mode] if mode == "paper" else max(HISTORY[mode], ROUNDS_KEPT * self.parallel)
+        capacity = _whole("history", least if history is None else history, 2)
         self.mode = mode
         self.base = base
         self._select = select
@@ -172,6 +194,7 @@ class OptEx(Optimizer):
         if count is not None and count < flat.num_counted:
             chooser = torch.Generator().manual_seed(0)
             sampled = torch.randperm(flat.num_counted, generator=chooser)[:count].sort().values.to(flat.device)
+        self._threads = None if self.model is None or self._num_threads == 1 else Threads(self.model, flat, self._num_threads)
         self._history = History(
             self._capacity,
             flat.num_coordinates,
@@ -217,11 +240,13 @@ class OptEx(Optimizer):
 
         Whatever is raised, by the closure too, parameters and optimizer are as they were before the round.
         """
-        call = self._collected() if closure is None else with_index(closure)
+        call = self._collected() if closure is None else with_index(closure, self.model)
         if not self._flat.same(self.base.param_groups):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
         seed = self._team.agree((*self._flat.checksum(), self._round, self._pace.num_points), seed)
+        if self.model is not None and self._threads is None:
+            call = partial(_with_model, call, self.model)
         play = (Paper if self.mode == "paper" else Auto)(self, call, seed)
         try:
             found = play.run()
@@ -240,6 +265,8 @@ class OptEx(Optimizer):
         Args:
             closure: returns the loss of one minibatch. N of them make a round; with a process group, one on every rank.
         """
+        if self.model is not None:
+            raise InputError("later() keeps losses of the model itself, which threads cannot share: leave out model=")
         if not callable(closure):
             raise InputError(f"later() takes a function that returns the loss of a minibatch; got {type(closure).__name__}")
         self._kept.append(closure)
@@ -262,7 +289,8 @@ class OptEx(Optimizer):
         tensors = [self._history.gradients, self._history.points, self._start, self._work, self._mean]
         if self._proposed is not None:
             tensors.append(self._proposed)
-        return sum(t.numel() * t.element_size() for t in tensors) + self._fork.held_bytes()
+        copies = 0 if self._threads is None else self._threads.held_bytes()
+        return sum(t.numel() * t.element_size() for t in tensors) + self._fork.held_bytes() + copies
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer does; not needed: gradients are gone after every round."""
@@ -366,6 +394,10 @@ def _unlike(saved: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
         elif name not in saved or getattr(value, "shape", None) != getattr(other, "shape", None):
             found.append(name)
     return found
+
+
+def _with_model(closure: Callable[..., Any], model: nn.Module, index: int) -> Any:
+    return closure(index, model)
 
 
 def _whole(name: str, value: object, least: int) -> int:

@@ -21,6 +21,7 @@ from wavetrain.errors import DivergedError
 from wavetrain.optim.evaluation import evaluate, is_finite
 from wavetrain.optim.rounds import Round
 from wavetrain.optim.team import Shared
+from wavetrain.optim.threads import Threads
 
 if TYPE_CHECKING:
     from wavetrain.optim.optex import OptEx
@@ -82,10 +83,12 @@ class Play(ABC):
         good: list[int] = []
         for at, row in enumerate(new):
             indices = range(at, of.parallel, len(new))
-            if of._team.size is None:
-                flat.write(history.points[row] if of._proposed is None else of._proposed[at])
-            if of._team.size is not None and at == 0:  # ranks: all at once, each at the point of its own
+            if at == 0 and of._threads is not None:  # threads: all at once, each with a model of its own
+                shared = self._threaded(of._threads, new)
+            elif at == 0 and of._team.size is not None:  # ranks: all at once, each at the point of its own
                 shared = self._shared(new)
+            if not shared:
+                flat.write(self._point(new, at))
             count = 0
             for i in indices:
                 one = shared[i] if shared else of._team.share(self._one(i))[0]
@@ -121,16 +124,30 @@ class Play(ABC):
         """Every rank's minibatch, each evaluated where it belongs."""
         of = self.of
         mine = next(i for i in range(of.parallel) if of._team.mine(i))
-        at = mine % len(new)
-        self.flat.write(self.history.points[new[at]] if of._proposed is None else of._proposed[at])
+        self.flat.write(self._point(new, mine % len(new)))
         return dict(enumerate(of._team.share(self._one(mine))))
+
+    def _threaded(self, threads: Threads, new: list[int]) -> dict[int, Shared]:
+        """Every minibatch, evaluated by threads."""
+        of = self.of
+        points = [self._point(new, i % len(new)) for i in range(of.parallel)]
+        found = threads.evaluate(self.closure, points, self._scale)
+        return {i: of._team.share(one)[0] for i, one in enumerate(found)}
+
+    def _point(self, new: list[int], at: int) -> Tensor:
+        """The proposed point ``at`` (d,)."""
+        proposed = self.of._proposed
+        return self.history.points[new[at]] if proposed is None else proposed[at]
+
+    @property
+    def _scale(self) -> float | None:
+        return None if self.of._scaler is None else self.of._scaler.get_scale()
 
     def _one(self, index: int) -> Shared:
         """One minibatch, where the parameters are; what goes wrong in the closure is kept, for the team to hear of it."""
         of = self.of
-        scale = None if of._scaler is None else of._scaler.get_scale()
         try:
-            done = evaluate(self.closure, index, self.seed + index, self.flat, of._work, scale)
+            done = evaluate(self.closure, index, self.seed + index, self.flat, of._work, self._scale)
         except Exception as error:
             return Shared(of._work, 0.0, (False,) * len(self.flat.parameters), error)
         return Shared(of._work, done.loss, done.has)
