@@ -1,12 +1,10 @@
 """Small language models trained on bytes of a text: what the quality benchmarks share.
 
-Training them all takes hours. With ``WAVETRAIN_KEPT`` set to a file, what is trained is written down there, and a benchmark that
-was ended goes on where it was; the code of models and training is part of what is remembered, so that other code begins anew.
+Training them all takes hours: see :mod:`benchmarks.kept`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -19,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from benchmarks.kept import kept
 
 from wavetrain.data.batches import Batches
 from wavetrain.data.tokens import open_data
@@ -56,27 +55,8 @@ def parts(text: str, seq: int) -> tuple[Any, Any, str]:
 
 def learn(lesson: Lesson) -> float:
     """Bits per byte on what was held out, after training; one thread."""
-    file = os.environ.get("WAVETRAIN_KEPT")
-    if file is None:
-        return _learn(lesson)
-    key = hashlib.sha256((_code() + json.dumps(asdict(lesson), sort_keys=True)).encode()).hexdigest()
-    for line in Path(file).read_text().splitlines() if Path(file).exists() else ():
-        if line.startswith(key):
-            return float(line.split()[1])
-    found = _learn(lesson)
-    with Path(file).open("a") as out:
-        out.write(f"{key} {found!r}\n")
-    return found
-
-
-@lru_cache(maxsize=1)
-def _code() -> str:
-    """All that a lesson's result depends on beside the lesson."""
-    import wavetrain
-
-    root = Path(wavetrain.__file__).parent
-    files = sorted([*root.glob("models/*.py"), *root.glob("data/*.py"), root / "runtime/train/distill.py", Path(__file__)])
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files) + torch.__version__.encode()).hexdigest()
+    code = ("models/*.py", "data/*.py", "runtime/train/distill.py", "language.py")
+    return kept(json.dumps(asdict(lesson), sort_keys=True), code, lambda: _learn(lesson))
 
 
 def _learn(lesson: Lesson) -> float:
