@@ -30,7 +30,7 @@ from wavetrain.models import GPT
 
 DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 PARALLEL = 4
-ROUNDS = {"MNIST": 60, "Shakespeare": 40}
+ROUNDS = {"MNIST": 60, "Shakespeare": 30}
 SEEDS = 5
 RATES = {
     ("MNIST", "Adam"): (3e-4, 1e-3, 3e-3, 1e-2),
