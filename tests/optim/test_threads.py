@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,6 +87,110 @@ def test_what_threads_cannot_do_is_refused_and_nothing_changes(what: dict[str, A
     one.step(lambda i, model: loss_of(task, i, model))
 
 
+class Scaled(nn.Module):
+    """Has what models have: a frozen part, an attribute that is changed, a lock, a kept activation, an expanded buffer."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.recurrent, self.head = nn.LSTM(6, 5), nn.Linear(5, 3)
+        self.temperature, self.lock = 1.0, threading.Lock()
+        self.register_buffer("mask", torch.ones(1, 6).expand(4, 6))
+        self.kept = self.inner(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.inner(x)) * self.temperature * self.mask[0]
+        found: Tensor = self.head(self.recurrent(x)[0])
+        return found
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def scaled(threads: int, *, hooked: bool = False) -> tuple[Scaled, OptEx]:
+    model = Scaled()
+    if hooked:
+        model.inner.weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[no-untyped-call]
+        model.head.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+    trained = [p for p in model.parameters() if p.requires_grad and p is not model.head.bias]
+    opt, task = OptEx(torch.optim.SGD(trained, lr=0.1), parallel=4, model=model, threads=threads), Task(model)
+    for r in range(4):
+        model.temperature = 1.0 + r  # after the optimizer was made
+        if r == 2:
+            model.head.register_forward_hook(lambda module, given, out: out.tanh())
+        opt.step(lambda i, model, r=r: loss_of(task, 4 * r + i, model))
+    return model, opt
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_twin_is_the_model_as_it_is_now(hooked: bool) -> None:
+    one, _ = scaled(1, hooked=hooked)
+    two, opt = scaled(2, hooked=hooked)
+    assert torch.equal(flat(one), flat(two))
+    assert hooked == torch.equal(two.inner.weight, Scaled().inner.weight)
+    assert two.head.bias.grad is None  # not the optimizer's, and no thread's either
+    frozen = sum(p.numel() for p in two.frozen.parameters())
+    assert opt._threads is not None
+    assert opt._threads.held_bytes() <= 2 * 4 * (flat(two).numel() - frozen)
+
+
+def test_a_loss_that_leads_past_the_twin_is_refused() -> None:
+    model = network()
+    opt, task = OptEx(OPTIMIZERS["sgd"](list(model.parameters())), parallel=4, model=model, threads=2), Task(model)
+    before = flat(model)
+    with pytest.raises(InputError, match="use its model everywhere"):
+        opt.step(lambda i, twin: loss_of(task, i, twin) + flat_of(model).square().sum())
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x)
+    with pytest.raises(InputError, match="use its model everywhere"):
+        opt.step(lambda i, twin: loss_of(task, i, twin))
+    assert torch.equal(flat(model), before)
+
+
+def flat_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_compiled_models_are_refused_by_threads_alone(wrapped: bool) -> None:
+    model: Any = network()
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    with pytest.raises(InputError, match=r"torch\.compile"):
+        OptEx(torch.optim.SGD(model.parameters(), lr=0.1), parallel=4, model=model, threads=2)
+    OptEx(torch.optim.SGD(model.parameters(), lr=0.1), parallel=4, model=model, threads=1)
+
+
+def test_autocast_around_the_round_is_that_of_threads() -> None:
+    seen = []
+
+    def loss(i: int, model: nn.Module) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return flat_of(model).square().sum()
+
+    model = network()
+    opt = OptEx(OPTIMIZERS["sgd"](list(model.parameters())), parallel=4, model=model, threads=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        opt.step(loss)
+    assert seen == [True] * 4
+
+
+def test_strangers_are_refused_before_anything_changes() -> None:
+    model, opt = trained(2, rounds=2)
+    with pytest.raises(InputError, match="not the model's"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert len(opt.param_groups) == 1
+    task = Task(model)
+    opt.step(lambda i, model: loss_of(task, i, model))
+
+
 def test_a_closure_that_fails_is_heard_and_the_round_undone() -> None:
     model, opt = trained(2, rounds=2)
     before, task = flat(model), Task(model)
@@ -125,3 +230,5 @@ def test_a_closure_of_the_wrong_kind(closure: Callable[..., Any]) -> None:
         opt.step(closure)
     with pytest.raises(InputError, match="leave out model="):
         opt.later(lambda: 0.0)
+    with pytest.raises(InputError, match="needs a closure"):
+        opt.step()

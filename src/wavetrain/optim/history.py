@@ -21,6 +21,10 @@ from wavetrain.optim.team import Shards
 
 Floats = NDArray[np.float64]
 WIDE: Final = (torch.float32, torch.float64)
+NAMES: Final = ("gradients", "points", "squares", "products", "sizes", "rows", "sampled")
+"""Of what is saved."""
+_AT_ONCE: Final = 1 << 20
+"""Coordinates that are made wide at once."""
 
 
 class History:
@@ -113,13 +117,19 @@ class History:
 
     def close(self, rows: Sequence[int]) -> None:
         """The gradients of ``rows`` have been written: take them in, as the newest."""
-        self.rows += rows
-        wide = _wide(self.gradients[:, : self._num_counted])
-        span = slice(rows[0], rows[0] + len(rows))
-        new = wide[span] if list(rows) == list(range(span.start, span.stop)) else wide[list(rows)]  # a copy only where it must be
-        found = self._shards.total((new @ wide.t()).double().cpu().numpy())
+        counted, span = self.gradients[:, : self._num_counted], slice(rows[0], rows[0] + len(rows))
+        new = (
+            counted[span] if list(rows) == list(range(span.start, span.stop)) else counted[list(rows)]
+        )  # a copy where it must be
+        size = counted.shape[1] if counted.dtype in WIDE else _AT_ONCE
+        found = np.zeros((len(rows), self.capacity))
+        for first in range(0, counted.shape[1], max(1, size)):
+            part = slice(first, first + size)
+            found += (_wide(new[:, part]) @ _wide(counted[:, part]).t()).double().cpu().numpy()
+        found = self._shards.total(found)
         self.products[list(rows), :] = found
         self.products[:, list(rows)] = found.T
+        self.rows += rows
 
     def forget(self, rows: Sequence[int]) -> None:
         """Rows that were closed, as if they had not been."""

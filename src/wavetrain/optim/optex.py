@@ -31,17 +31,19 @@ from wavetrain.optim.estimators import Judge
 from wavetrain.optim.evaluation import Closure, with_index
 from wavetrain.optim.flat import Flat
 from wavetrain.optim.fork import Fork
-from wavetrain.optim.history import History
+from wavetrain.optim.history import NAMES, History
 from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
 from wavetrain.optim.team import Alone, Group, Shards, Team
-from wavetrain.optim.threads import Threads
+from wavetrain.optim.threads import Threads, check_model
 
 HISTORY: Final = {"auto": 20, "paper": 50}
 ROUNDS_KEPT: Final = 4
-"""Rounds whose gradients are kept at least: with fewer, there is little to predict from."""
+"""Rounds whose gradients are kept: with fewer, there is little to predict from."""
+MOST_KEPT: Final = 64
+"""But no more pairs than these, unless N is more: the time to tune grows with their third power."""
 SELECT: Final = ("last", "loss", "gradient")
 
 
@@ -58,8 +60,8 @@ class OptEx(Optimizer):
         base: any optimizer of torch but LBFGS. Its groups and rates are shared; its own hooks are called for proposed steps too.
         parallel: N, the minibatches of a round. With ``process_group``, its size.
         mode: ``"auto"``, or ``"paper"`` for the algorithm as it was published.
-        history: pairs of points and gradients that are kept, those of the round under way included; default: 20, or 4·N if that
-            is more (in paper mode 50, and N).
+        history: pairs of points and gradients that are kept, those of the round under way included, and no fewer than N + 2;
+            default: 4·N, but at least 20 and at most 64 (in paper mode 50, and N).
         kernel: of the Gaussian process: rbf, matern12, matern32 or matern52.
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
@@ -125,8 +127,8 @@ class OptEx(Optimizer):
             raise InputError("threads evaluate with copies of the model: give model= as well, and a closure of (i, model)")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
-        if history_dtype is not None and not (isinstance(history_dtype, torch.dtype) and history_dtype.is_floating_point):
-            raise InputError(f"history_dtype is {history_dtype!r}; expected a type of real numbers, such as torch.bfloat16")
+        if history_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
+            raise InputError(f"history_dtype is {history_dtype!r}; expected torch.bfloat16 or wider, that any gradient fits in")
         device = Flat(base.param_groups).device
         self._team: Team = Alone() if process_group is None else Group(process_group, device)
         self._shards, self._elsewhere = Shards(shard_group, device), tuple(held_elsewhere)
@@ -140,14 +142,14 @@ class OptEx(Optimizer):
         self._num_threads = 1 if model is None else min(self.parallel, torch.get_num_threads())
         if threads is not None:
             self._num_threads = min(self.parallel, _whole("threads", threads, 1))
-        least = HISTORY[mode] if mode == "paper" else max(HISTORY[mode], ROUNDS_KEPT * self.parallel)
+        least = HISTORY[mode] if mode == "paper" else max(HISTORY[mode], min(ROUNDS_KEPT * self.parallel, MOST_KEPT))
         capacity = _whole("history", least if history is None else history, 2)
         self.mode = mode
         self.base = base
         self._select = select
         self._kernel = kernel
         self._clip_norm = None if clip_norm is None else _positive("clip_norm", clip_norm)
-        self._scaler = grad_scaler
+        self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._capacity = capacity + self.parallel if mode == "paper" else max(capacity, self.parallel + 2)
         self._distance_coordinates = (
             None if distance_coordinates is None else _whole("distance_coordinates", distance_coordinates, 1)
@@ -187,15 +189,16 @@ class OptEx(Optimizer):
         raise InputError("an OptEx cannot be copied or pickled: make a new one, and load state_dict() into it")
 
     def _forget(self) -> None:
-        """Begin anew with what is trained now."""
-        self._flat = flat = Flat(self.base.param_groups, self._elsewhere)
-        count = self._distance_coordinates
-        sampled = None
+        """Begin anew with what is trained now; where that fails, nothing has changed."""
+        flat, threads = Flat(self.base.param_groups, self._elsewhere), None
+        if self.model is not None:
+            check_model(self.model, flat)
+            threads = None if self._num_threads == 1 else Threads(self.model, flat, self._num_threads)
+        count, sampled = self._distance_coordinates, None
         if count is not None and count < flat.num_counted:
             chooser = torch.Generator().manual_seed(0)
             sampled = torch.randperm(flat.num_counted, generator=chooser)[:count].sort().values.to(flat.device)
-        self._threads = None if self.model is None or self._num_threads == 1 else Threads(self.model, flat, self._num_threads)
-        self._history = History(
+        history = History(
             self._capacity,
             flat.num_coordinates,
             flat.device,
@@ -205,14 +208,17 @@ class OptEx(Optimizer):
             self._shards,
             flat.num_counted,
         )
+        start, work, mean = flat.empty(), flat.empty(), flat.empty()
+        proposed = None
+        if sampled is not None or flat.num_counted < flat.num_coordinates:
+            proposed = start.new_empty(self.parallel, flat.num_coordinates)
+        self._flat, self._threads, self._history = flat, threads, history
+        self._start, self._work, self._mean = start, work, mean
+        self._proposed: Tensor | None = proposed
+        """The points of a round (N, d), where the history does not keep all of their coordinates."""
         self._judge = Judge(self._kernel)
         self._pace = Pace(self.parallel)
         self._fork = Fork(self.base)
-        self._start, self._work, self._mean = flat.empty(), flat.empty(), flat.empty()
-        self._proposed: Tensor | None = None
-        """The points of a round (N, d), where the history does not keep all of their coordinates."""
-        if sampled is not None or flat.num_counted < flat.num_coordinates:
-            self._proposed = self._start.new_empty(self.parallel, flat.num_coordinates)
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
 
@@ -266,13 +272,15 @@ class OptEx(Optimizer):
             closure: returns the loss of one minibatch. N of them make a round; with a process group, one on every rank.
         """
         if self.model is not None:
-            raise InputError("later() keeps losses of the model itself, which threads cannot share: leave out model=")
+            raise InputError("with model=, a loss is a function of (i, model): call step() with it, or leave out model=")
         if not callable(closure):
             raise InputError(f"later() takes a function that returns the loss of a minibatch; got {type(closure).__name__}")
         self._kept.append(closure)
 
     def _collected(self) -> Callable[[int], Any]:
         """What was kept for later, by the index of a minibatch."""
+        if self.model is not None:
+            raise InputError("step() needs a closure: opt.step(lambda i, model: loss of minibatch i, computed with that model)")
         kept, self._kept = self._kept, []
         number = self.parallel if self._team.size is None else 1
         if not kept:
@@ -301,8 +309,10 @@ class OptEx(Optimizer):
         if not self._ready:
             return
         given = param_group.get("params", ())
-        Flat([*self.base.param_groups, {"params": [given] if isinstance(given, Tensor) else list(given)}])  # or say why not
         param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+        more = Flat([*self.base.param_groups, param_group])  # or say why not
+        if self.model is not None:
+            check_model(self.model, more)
         self.base.add_param_group(param_group)
         self._forget()
 
@@ -312,6 +322,8 @@ class OptEx(Optimizer):
         Args:
             history: with the points and gradients that are kept (2·T·d numbers); without, estimation begins anew.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         if not self._flat.same(self.base.param_groups):
             self._forget()
         own: dict[str, Any] = {
@@ -325,7 +337,10 @@ class OptEx(Optimizer):
         }
         if history:
             own["history"] = self._history.state_dict()
-        return {**self.base.state_dict(), "optex": own}
+        found = {**self.base.state_dict(), "optex": own}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, found) or found
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave, or the state of the inner optimizer alone.
@@ -333,6 +348,14 @@ class OptEx(Optimizer):
         Raises:
             CheckpointError: it is damaged, or of another mode, parallelism, history or model; nothing has changed.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         own = state_dict.get("optex")
         saved = None if own is None else own.get("history")
         if own is not None:
@@ -364,6 +387,9 @@ class OptEx(Optimizer):
             )
         if saved is None:
             return
+        missing = set(NAMES) - set(saved)
+        if missing:
+            raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
         here = {
             "mode": self.mode,
             "parallel": self.parallel,
