@@ -482,7 +482,7 @@ def test_errors_say_what_to_do() -> None:
         OptEx(torch.optim.LBFGS(model.parameters()), parallel=2)
     with pytest.raises(InputError, match="give parallel=N"):
         OptEx(base, process_group=None)  # as dist.group.WORLD is before init_process_group
-    with pytest.raises(InputError, match=r"such as torch.bfloat16"):
+    with pytest.raises(InputError, match=r"expected torch\.bfloat16 or wider"):
         OptEx(base, parallel=2, history_dtype=torch.int32)
     with pytest.raises(InputError, match="cannot be copied"):
         copy.deepcopy(OptEx(base, parallel=2))
