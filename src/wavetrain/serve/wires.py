@@ -2,8 +2,8 @@
 
 A send copies into the kernel's buffer and returns; what arrives lies in the kernel's buffer until it is waited for. The kernel
 moves the bytes meanwhile, and no thread is woken in the middle of a product. That is what a step of decoding needs, whose sums
-are small: measured with one core a rank (AMD EPYC, a virtual machine), a sum of 3 KB behind compute takes 0.1 ms of a layer's
-time, by Gloo's threads 2.3 ms; one of 400 KB 0.8 ms instead of 3.9; from 3 MB on both take the same.
+are small: measured with one core a rank (benchmarks/deferred_sums.py; AMD EPYC, a virtual machine), a sum of 3 KB adds 0.2 ms to
+the compute that it hides behind, by Gloo's threads 0.9 ms; one of 384 KB 0.4 instead of 1.3 ms, one of 3 MB 3.6 instead of 4.6.
 
 A message that does not fit into the kernel's buffers moves on when it is waited for. Messages between two ranks keep their
 order; each begins with its length, so that ranks that are out of step hear of it. A rank that ends closes its connections, and
