@@ -1,8 +1,9 @@
 """Threads: the minibatches of a round evaluated at the same time on one device, each thread with a twin of the model.
 
-Several minibatches side by side keep the cores busier than one after another, each on all cores: measured on two cores, 1.1 to
-1.4 times as fast for networks of which a minibatch is more work than Python's (benchmarks/optex_threads.py). ``torch.vmap`` over
-copies, measured beside it, is no faster than one after another on a CPU.
+Several minibatches side by side keep the cores busier than one after another, each on all cores: measured on two cores
+(benchmarks/optex_threads.py), 1.1 to 1.2 times as fast where a minibatch takes more than some ten milliseconds, and slower where
+it takes less. ``torch.vmap`` over copies, measured beside it, is faster for small networks of dense layers alone, and slower with
+attention, which it has no rule for.
 
 A twin has trained parameters and buffers of its own, made anew every round; all else (frozen parameters, attributes, hooks) is
 the model's own. What cannot be had this way is refused: random numbers, which all threads would draw from one generator, buffers
