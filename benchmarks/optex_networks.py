@@ -191,6 +191,9 @@ def _case(pool: ProcessPoolExecutor, task: str, optimizer: str, batch: int, quic
     least = MUCH_BETTER if batch >= BATCHES[-1] else 1.0
 
     def show(m: str) -> str:
+        lost = sum(math.isinf(v) for v in values[m])
+        if lost:
+            return f"{lost} of {len(values[m])} seeds diverged at {best[m]:g}"
         spread = statistics.stdev(values[m]) if len(values[m]) > 1 else 0.0
         return f"{mean[m]:.4f} ± {spread:.4f} at {best[m]:g}"
 
