@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavetrain.models.linear import Linear, product
+from wavetrain.models.stacked import StackedLinear
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,3 +40,12 @@ def test_any_leading_dims(shape: tuple[int, ...]) -> None:
     with torch.no_grad():
         assert layer(x).shape == (*shape[:-1], 128)
     assert layer(x).requires_grad
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+def test_within_autocast_it_is_what_linear_is(rows: int) -> None:
+    weight, x = torch.randn(6_603, 40), torch.randn(rows, 40).half()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
+        stacked = StackedLinear(2, 40, 6_603)
+        assert stacked(x.expand(2, rows, 40)).shape == (2, rows, 6_603)

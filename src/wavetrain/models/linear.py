@@ -34,6 +34,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or x.device.type != "cpu"
         or weight.numel() < MANY_WEIGHTS
         or type(weight) not in (Tensor, nn.Parameter)  # a DTensor, or what else knows its own product
+        or x.dtype != weight.dtype  # within autocast, which knows linear, but no product into given memory
     ):
         return linear(x, weight, bias)
     if rows > FEW_ROWS and bias is None and outputs % (_VECTOR // 2):

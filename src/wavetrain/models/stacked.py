@@ -57,7 +57,7 @@ class StackedLinear(nn.Module):
             return product(x, self.weight[0])
         if torch.is_grad_enabled():
             return torch.bmm(x.flatten(1, -2), self.weight.mT).view(num, *x.shape[1:-1], outputs)
-        if x[0].numel() <= FEW_ROWS * x.shape[-1]:
+        if x[0].numel() <= FEW_ROWS * x.shape[-1] or x.dtype != self.weight.dtype:
             return torch.stack([product(part, weight) for part, weight in zip(x, self.weight, strict=True)])
         y = spaced(x, num, *x.shape[1:-1], outputs)
         for part, weight, out in zip(x, self.weight, y, strict=True):
