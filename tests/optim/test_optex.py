@@ -56,8 +56,8 @@ def test_a_round_takes_losses_down_with_any_optimizer(name: str, mode: str) -> N
     assert all(p.grad is None for group in opt.param_groups for p in group["params"])
 
 
-def test_without_noise_a_round_is_almost_n_true_steps() -> None:
-    def run(parallel: int, *, true: bool) -> Tensor:
+def test_without_noise_a_round_is_worth_n_true_steps() -> None:
+    def run(parallel: int, *, true: bool) -> float:
         x = nn.Parameter(torch.linspace(-2, 3, 200))
         base = torch.optim.Adam([x], lr=0.02)
         scale = torch.linspace(0.5, 3, 200)
@@ -70,11 +70,12 @@ def test_without_noise_a_round_is_almost_n_true_steps() -> None:
             opt = OptEx(base, parallel=parallel)
             for _ in range(12 + 1):  # nothing is known in the first round: it takes one step
                 opt.step(lambda i: (scale * x**2).mean())
-            assert all(one.num_accepted == parallel for one in list(opt.stats)[1:])
+            assert all(parallel <= one.num_accepted <= 2 * parallel for one in list(opt.stats)[1:])
+            assert max(one.num_accepted for one in opt.stats) > parallel, "past the last point, where predictions are good"
             assert opt.stats.last.cosines[0] > 0.99
-        return x.detach()
+        return float((scale * x**2).mean())
 
-    assert torch.allclose(run(5, true=True), run(5, true=False), atol=0.06)
+    assert run(5, true=False) <= run(5, true=True)
 
 
 def test_between_evaluated_points_steps_are_true() -> None:

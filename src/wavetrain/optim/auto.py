@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import torch
 
+from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import weights
+from wavetrain.optim.fork import Fork
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
 from wavetrain.optim.rounds import Round
@@ -48,8 +51,51 @@ class Auto(Play):
         losses, good = self._evaluate(new)
         if not good:
             return self._skipped(losses, num_points)
+        if self._may_take_back and of._pace.astray(self._sign * losses[0]):
+            return self._take_back(losses)
         with np.errstate(over="ignore", invalid="ignore"):  # of a way that has exploded; what is no number is not believed
-            return self._learn(losses, good, predicted, known, process, newest, told)
+            found = self._learn(losses, good, predicted, known, process, newest, told)
+        self._remember(good[0], found.num_accepted)
+        return found
+
+    @property
+    def _may_take_back(self) -> bool:
+        """Not with one minibatch a round, which is the inner optimizer and nothing else, nor where a scaler does it."""
+        before = self.of._before
+        return before is not None and before.num_tries < MOST_TRIES and self.of.parallel > 1 and self.of._scaler is None
+
+    @property
+    def _sign(self) -> float:
+        """Of losses, so that less is better."""
+        return -1.0 if any(group.get("maximize", False) for group in self.of.param_groups) else 1.0
+
+    def _remember(self, row: int, num_steps: int) -> None:
+        """Where this round began, for the next one to know; what was remembered before is written over in turn."""
+        of = self.of
+        spare = of._before or Before(self.flat.empty(), Fork(of.base), row, 0)
+        of._before = Before(of._start, of._fork, row, num_steps)
+        of._start, of._fork = spare.start, spare.fork
+
+    def _take_back(self, losses: list[float]) -> Round:
+        """Undo the last round as well as this one, and make one step from where it began, with what is known of the gradient."""
+        of, history = self.of, self.history
+        before = of._before
+        assert before is not None
+        before.num_tries += 1
+        history.drop(self._taken)
+        begin = time.perf_counter()
+        self.flat.write(before.start)
+        before.fork.restore()
+        self.step_seconds += time.perf_counter() - begin
+        made = before.row in history.rows
+        if made:
+            process = of._judge.process(history)
+            rows = [before.row] if process is None else history.rows
+            found = np.ones(1) if process is None else process.weights(history.squares[before.row, rows])
+            self._step(before.shorter * found, rows)
+        self.flat.forget_gradients()
+        of._pace.slow_down()
+        return replace(self._told("zero", losses, len(self._taken), int(made), (), (), ()), took_back=True)
 
     def _learn(
         self,
@@ -72,12 +118,12 @@ class Auto(Play):
         curvature = self._curvature(slopes, predicted, known, good)
         if curvature is not None:
             of._judge.feel(curvature)
-        of._judge.hear(history, known, process, newest, good)
+        of._pace.see(of._judge.hear(history, known, process, newest, good))
         process = of._judge.process(history) if known else None
         of._num_newest = len(good)
         self.estimate_seconds += time.perf_counter() - begin
         accepted, drifts = self._replay(good, process)
-        sign = -1.0 if any(group.get("maximize", False) for group in of.param_groups) else 1.0
+        sign = self._sign
         if known and accepted < len(good):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
         of._pace.hear(accepted, [sign * loss for loss in losses if math.isfinite(loss)])
@@ -96,10 +142,10 @@ class Auto(Play):
             self._step(np.full(len(good), 1 / len(good)), good)
             accepted = 1
         else:
-            for _ in good:
+            while accepted < len(good) + of._pace.num_ahead:
                 begin = time.perf_counter()
                 squares = history.squares_to(flat.read(of._work))
-                if accepted:
+                if 0 < accepted < len(good):
                     moved = float(squares[good[0]])
                     drifts.append(math.sqrt(self._away(squares, good) / moved) if moved > 0 else 0.0)
                     if not drifts[-1] <= NEAR:
@@ -145,7 +191,7 @@ class Auto(Play):
     ) -> float:
         """Go the proposed way up to its point ``at``, and a step from there; by how much that lowers the loss, to first order."""
         of, row = self.of, good[at]
-        count, rising = self.flat.num_counted, any(group.get("maximize", False) for group in of.param_groups)
+        count = self.flat.num_counted
         self._rewind()
         for one in predicted[:at]:
             self._step(one, known)
@@ -160,7 +206,7 @@ class Auto(Play):
         begin = time.perf_counter()
         moved = torch.sub(self.flat.read(of._work), of._mean, out=of._mean)[:count]
         fall = -float(self.history.gradients[row][:count].to(moved.dtype) @ moved)
-        found = float(of._shards.total(np.array([-fall if rising else fall]))[0])
+        found = float(of._shards.total(np.array([self._sign * fall]))[0])
         self.estimate_seconds += time.perf_counter() - begin
         return found
 
@@ -189,7 +235,7 @@ class Auto(Play):
         Their mean is what the step changes the loss by; exactly so for quadratic functions.
         """
         of, history = self.of, self.history
-        count, rising = self.flat.num_counted, any(group.get("maximize", False) for group in of.param_groups)
+        count = self.flat.num_counted
         found = np.zeros((len(good) - 1, 2))
         for at in range(len(good) - 1):
             if of._proposed is None:
@@ -199,7 +245,7 @@ class Auto(Play):
             moved = torch.sub(end, begin, out=of._work)[:count]
             for i, row in enumerate(good[at : at + 2]):
                 found[at, i] = float(history.gradients[row][:count].to(moved.dtype) @ moved)
-        return of._shards.total(-found if rising else found)
+        return of._shards.total(self._sign * found)
 
     def _curvature(
         self, slopes: Floats, predicted: Sequence[Floats | None], known: Sequence[int], good: Sequence[int]

@@ -83,10 +83,17 @@ class Judge:
         squares = history.between(history.rows)
         return Process(self.prior, squares, typical_distance(squares))
 
-    def hear(self, history: History, before: Sequence[int], process: Process | None, num_newest: int, new: list[int]) -> None:
-        """Learn from a round: rows ``before`` were known, ``num_newest`` of them of one round; ``new`` are now known as well."""
+    def hear(
+        self, history: History, before: Sequence[int], process: Process | None, num_newest: int, new: list[int]
+    ) -> tuple[float, ...]:
+        """Learn from a round: rows ``before`` were known, ``num_newest`` of them of one round; ``new`` are now known as well.
+
+        Returns:
+            What the Gaussian process was off by at each new point, |ĝ − g| / |g|; nothing where there was none.
+        """
         if not before:
-            return
+            return ()
+        off: tuple[float, ...] = ()
         inner, cross = history.products[np.ix_(before, before)], history.products[np.ix_(new, before)]
         own = history.products[new, new]
         squares, whole = history.between(new, before), max(float(own.sum()), 1e-300)
@@ -94,15 +101,19 @@ class Judge:
         for i, name in enumerate(ESTIMATORS):
             w = np.stack([weights(name, process, history, before, num_newest, row) for row in squares])
             size = np.einsum("qi,ij,qj->q", w, inner, w)
-            errors[i] = max(0.0, float((size - 2 * (w * cross).sum(axis=1) + own).sum())) / whole
+            squared = size - 2 * (w * cross).sum(axis=1) + own
+            errors[i] = max(0.0, float(squared.sum())) / whole
+            if name == "gp" and process is not None:
+                off = tuple(np.sqrt(np.maximum(squared, 0.0) / np.maximum(own, 1e-300)).tolist())
             sizes[i] = max(0.0, float(size.sum())) / whole
         self.tried.add(errors, sizes)
         if len(history) < MIN_POINTS:
-            return
+            return off
         squares = history.between(history.rows)
         unit, products = typical_distance(squares), history.products[np.ix_(history.rows, history.rows)]
         which = [history.rows.index(row) for row in new]
         self.left_out.add(*left_out_errors(self.priors, squares, unit, products, which))
+        return off
 
     def feel(self, curvature: float) -> None:
         """Learn from the steps of a round: ρ along them."""

@@ -49,6 +49,23 @@ class Fork:
         """Bytes of what is set aside."""
         return sum(map(_bytes, self._state.values()))
 
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """What is set aside, parameters by their number."""
+        number = {p: i for i, p in enumerate(self._parameters())}
+        state = {number[p]: _copied(value, None) for p, value in self._state.items()}
+        return {"state": state, "groups": [_copied(group, None) for group in self._groups]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What :meth:`state_dict` gave, of an optimizer with the same parameters."""
+        parameters = self._parameters()
+        self._state = {parameters[int(i)]: _copied(value, None) for i, value in state["state"].items()}
+        self._groups = [_copied(group, None) for group in state["groups"]]
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
 
 def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):

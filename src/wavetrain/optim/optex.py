@@ -27,6 +27,7 @@ from torch.optim import LBFGS, Optimizer
 
 from wavetrain.errors import CheckpointError, InputError, UnknownNameError
 from wavetrain.optim.auto import Auto
+from wavetrain.optim.before import Before
 from wavetrain.optim.estimators import Judge
 from wavetrain.optim.evaluation import Closure, with_index
 from wavetrain.optim.flat import Flat
@@ -219,6 +220,7 @@ class OptEx(Optimizer):
         self._judge = Judge(self._kernel)
         self._pace = Pace(self.parallel)
         self._fork = Fork(self.base)
+        self._before: Before | None = None
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
 
@@ -298,6 +300,9 @@ class OptEx(Optimizer):
         if self._proposed is not None:
             tensors.append(self._proposed)
         copies = 0 if self._threads is None else self._threads.held_bytes()
+        if self._before is not None:
+            tensors.append(self._before.start)
+            copies += self._before.fork.held_bytes()
         return sum(t.numel() * t.element_size() for t in tensors) + self._fork.held_bytes() + copies
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -337,6 +342,7 @@ class OptEx(Optimizer):
         }
         if history:
             own["history"] = self._history.state_dict()
+            own["before"] = None if self._before is None else self._before.state_dict()
         found = {**self.base.state_dict(), "optex": own}
         for after in self._optimizer_state_dict_post_hooks.values():
             found = after(self, found) or found
@@ -372,6 +378,9 @@ class OptEx(Optimizer):
             self._judge.load_state_dict(own["judge"])
             self._num_newest = own["num_newest"]
             self._history.load_state_dict(saved)
+            if own["before"] is not None:
+                self._before = Before(self._flat.empty(), Fork(self.base), 0, 0)
+                self._before.load_state_dict(own["before"])
 
     def _check(self, own: dict[str, Any], saved: dict[str, Any] | None) -> None:
         """Whether what was saved can be loaded here."""
@@ -387,7 +396,7 @@ class OptEx(Optimizer):
             )
         if saved is None:
             return
-        missing = set(NAMES) - set(saved)
+        missing = (set(NAMES) - set(saved)) | ({"before"} - set(own))
         if missing:
             raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
         here = {

@@ -18,6 +18,10 @@ WINDOW: Final = 6
 SURE: Final = 0.0
 """Standard errors by which losses must have fallen for the pace to be kept."""
 LONGEST_PAUSE: Final = 48
+FAR: Final = 2.0
+"""Times the spread of the last round's losses."""
+AHEAD: Final = 0.3
+"""Relative errors of predictions with which steps are made past the last evaluated point."""
 
 
 class Pace:
@@ -30,8 +34,19 @@ class Pace:
         self._bad = 0
         self._pause = 2
         self._losses: list[list[float]] = []
+        self._ahead = (0, 0)
         self.first: float | None = None
         """The mean loss of the first round."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that may be made past the last evaluated point: as many as were predicted well in this round and the last."""
+        return min(self._ahead)
+
+    def see(self, off: Sequence[float]) -> None:
+        """Learn how wrong predictions were at the points of a round, in order."""
+        good = next((i for i, one in enumerate(off) if not one <= AHEAD), len(off))
+        self._ahead = (self._ahead[1], good)
 
     def hear(self, accepted: int, losses: Sequence[float]) -> None:
         """Learn from a round: how many steps could be taken, and the N losses."""
@@ -42,7 +57,7 @@ class Pace:
             self._good, self._bad = 0, self._bad + 1
         else:
             self._bad = 0
-            self._good += accepted == now
+            self._good += accepted >= now
         if self._bad >= 2:
             self._down()
         elif now < self.limit and self._good >= self._pause:
@@ -52,6 +67,19 @@ class Pace:
             self._down()
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._losses = []
+
+    def astray(self, loss: float) -> bool:
+        """Whether a round that begins with this loss shows that the last one led astray: it is above where all began, and far
+        above every point of the last round.
+        """
+        if self.first is None or not self._losses:
+            return False
+        last = self._losses[-1]
+        return loss > self.first and loss > max(last) + FAR * (max(last) - min(last))
+
+    def slow_down(self) -> None:
+        """After a round that was taken back: fewer points."""
+        self._down()
 
     def _down(self) -> None:
         self.num_points = max(1, self.num_points // 2)
@@ -70,6 +98,7 @@ class Pace:
             "num_points": self.num_points,
             "counts": [self._good, self._bad, self._pause],
             "losses": self._losses,
+            "ahead": list(self._ahead),
             "first": self.first,
         }
 
@@ -78,4 +107,5 @@ class Pace:
         self.num_points = state["num_points"]
         self._good, self._bad, self._pause = state["counts"]
         self._losses = [list(one) for one in state["losses"]]
+        self._ahead = (state["ahead"][0], state["ahead"][1])
         self.first = state["first"]

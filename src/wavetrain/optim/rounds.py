@@ -29,7 +29,8 @@ class Round:
     num_points: int
     """Different points at which gradients were asked for."""
     num_accepted: int
-    """Steps that were taken; 0 if a gradient in fp16 was no number and the round was left out."""
+    """Steps that were taken, more than N where predictions are good; 0 if a gradient in fp16 was no number and the round was
+    left out."""
     cosines: tuple[float, ...]
     """Of predicted and true gradients, at every point from which a step was proposed."""
     relative_errors: tuple[float, ...]
@@ -44,6 +45,8 @@ class Round:
     """Of true losses and gradients."""
     step_seconds: float
     """Of the inner optimizer's steps, and of setting its state aside."""
+    took_back: bool = False
+    """Whether the round before turned out to have led astray: its steps were undone, and one was made in their place."""
 
     @property
     def loss(self) -> float:

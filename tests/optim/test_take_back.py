@@ -1,0 +1,100 @@
+"""Rounds that led astray are taken back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.optim.problems import OPTIMIZERS, Task, flat, network
+from wavetrain.errors import CheckpointError, DivergedError
+from wavetrain.optim import OptEx
+from wavetrain.optim.before import MOST_TRIES
+
+PARALLEL = 3
+
+
+def after(rounds: int, name: str = "adam", parallel: int = PARALLEL) -> tuple[OptEx, Task]:
+    model = network()
+    opt, task = OptEx(OPTIMIZERS[name](list(model.parameters())), parallel=parallel), Task(model)
+    for r in range(rounds):
+        opt.step(lambda i, r=r: task.loss(parallel * r + i))
+    return opt, task
+
+
+def steps_of(opt: OptEx) -> int:
+    return int(next(iter(opt.base.state.values()))["step"])
+
+
+def test_a_rise_above_the_start_undoes_the_last_round() -> None:
+    opt, task = after(5)
+    made = steps_of(opt) - opt.stats.last.num_accepted
+    points = opt.stats.last.num_points
+    opt.step(lambda i: task.loss(i) + 1000)
+    assert opt.stats.last.took_back
+    assert opt.stats.last.num_accepted == 1
+    assert steps_of(opt) == made + 1, "the last round's steps are gone, one was made instead"
+    opt.step(task.loss)
+    assert not opt.stats.last.took_back
+    assert opt.stats.last.num_points < points, "and gradients are asked for at fewer points"
+
+
+def test_what_does_not_help_is_not_tried_for_ever() -> None:
+    opt, task = after(5)
+    for _ in range(MOST_TRIES + 2):
+        opt.step(lambda i: task.loss(i) + 1000)
+    assert [one.took_back for one in opt.stats][5:] == [True] * MOST_TRIES + [False] * 2
+
+
+def test_the_inner_optimizer_alone_is_left_alone() -> None:
+    opt, task = after(5, parallel=1)
+    opt.step(lambda i: task.loss(i) + 1000)
+    assert not opt.stats.last.took_back
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "adafactor", "sgd"])
+def test_a_resumed_run_takes_back_as_well_to_the_bit(name: str) -> None:
+    opt, task = after(5, name)
+    other, again = after(0, name)
+    again.model.load_state_dict(task.model.state_dict())
+    other.load_state_dict(opt.state_dict())
+    for one, todo in ((opt, task), (other, again)):
+        one.step(lambda i, todo=todo: todo.loss(i) + 1000)
+        assert one.stats.last.took_back
+        for r in range(3):
+            one.step(lambda i, r=r, todo=todo: todo.loss(10 * r + i))
+    assert torch.equal(flat(task.model), flat(again.model))
+
+
+def test_a_state_that_lacks_where_the_last_round_began_is_refused() -> None:
+    opt, _ = after(3)
+    state = opt.state_dict()
+    del state["optex"]["before"]
+    with pytest.raises(CheckpointError, match="lacks before"):
+        after(0)[0].load_state_dict(state)
+
+
+def test_a_rate_that_is_too_high_does_not_explode() -> None:
+    """Steps of 0.5 across a valley of curvature 12 x² + 1 lead out of it from about x = 0.5 on."""
+
+    def end(parallel: int) -> float:
+        x = nn.Parameter(torch.linspace(-1.2, 1.2, 40))
+        opt = OptEx(torch.optim.SGD([x], lr=0.5), parallel=parallel)
+
+        def loss() -> Tensor:
+            return (x**4 + 0.5 * x**2).sum()
+
+        for _ in range(30):
+            try:
+                opt.step(loss)
+            except DivergedError:
+                return math.inf
+            if not bool(torch.isfinite(x).all()):
+                return math.inf
+        return float(loss().detach())
+
+    x = torch.linspace(-1.2, 1.2, 40)
+    assert not end(1) < 1e6, "the inner optimizer alone does"
+    assert end(4) < float((x**4 + 0.5 * x**2).sum())
