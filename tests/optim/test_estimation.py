@@ -118,11 +118,16 @@ def test_a_pace_goes_down_and_up_again() -> None:
     for i in range(30):
         pace.hear(pace.num_points, [1.0 / (i + 1)])
     assert pace.num_points == 4
-    seen = []
+    seen, make = [], np.random.default_rng(0)
     for _ in range(100):
-        pace.hear(pace.num_points, [1.0, 1.1])
+        pace.hear(pace.num_points, list(1.0 + 0.1 * make.standard_normal(4)))
         seen.append(pace.num_points)
     assert min(seen) == 1, "losses that do not fall: a larger batch"
+    seen.clear()
+    for i in range(100):
+        pace.hear(pace.num_points, list(1.0 - 0.01 * i + 0.05 * make.standard_normal(4)))
+        seen.append(pace.num_points)
+    assert seen[-1] == 4, "losses that fall, if not in every round: as many points as there are"
 
 
 def published(x0: Any, gradient: Any, lr: float, rounds: int, parallel: int, kept: int) -> Any:

@@ -2,8 +2,8 @@
 
 Where predictions hold, at N points; where the way turns out another, at fewer, with several minibatches at each; at one point,
 a round is one step with a batch N times larger. Down when half of a round's steps or less could be taken twice in a row, or
-when losses have stopped falling: then it is noise that holds them up, and a larger batch has less of it. Up after rounds in
-which all steps could be taken, ever more carefully.
+when losses rise instead of falling: then it is noise that holds them up, and a larger batch has less of it. Up after rounds in
+which all steps could be taken, ever more carefully. As many steps are made past the last point as were predicted well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 WINDOW: Final = 6
 """Rounds whose losses are compared with those of as many rounds before."""
-SURE: Final = 0.0
-"""Standard errors by which losses must have fallen for the pace to be kept."""
+SURE: Final = 1.0
+"""Standard errors by which losses must have risen to say that they have stopped falling: what noise does alone is no reason."""
 LONGEST_PAUSE: Final = 48
 FAR: Final = 2.0
 """Times the spread of the last round's losses."""
@@ -90,7 +90,7 @@ class Pace:
     def _stalled(self) -> bool:
         before, after = np.concatenate(self._losses[:WINDOW]), np.concatenate(self._losses[WINDOW:])
         spread = np.sqrt(before.var() / len(before) + after.var() / len(after))
-        return bool(after.mean() >= before.mean() - SURE * spread)
+        return bool(after.mean() >= before.mean() + SURE * spread)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
