@@ -196,8 +196,8 @@ def run(quick: bool) -> Report:
         rows=tuple(rows),
         notes=(
             f"Every side at the best of the rates {', '.join(f'{r:g}' for r in rates)}. Rounds are looked at every {LOOK_EVERY}.",
-            "Vanilla with two threads uses as many cores as two ranks; with one, half as many. Large batch: one step a round with "
-            "the mean of both ranks' gradients.",
+            "Vanilla with two threads uses as many cores as two ranks; with one, half as many. Large batch: one step a round "
+            "with the mean of both ranks' gradients.",
         ),
     )
 
