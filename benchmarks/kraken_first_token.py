@@ -108,7 +108,7 @@ def _rows(times: Times, label: str, gain: float, quick: bool) -> list[Row]:
                 measured=f"{bound:.3f}× (CPU of its messages alone: {work:.1%} of the bound)",
                 limit="1.000×",
                 distance=f"{bound - 1:.1%}",
-                passed=_verdict(bound <= NEAR_BOUND, bound < 5, quick),
+                passed=_verdict(bound <= NEAR_BOUND, bound < 50, quick),
             )
         )
         for rival in OTHERS if gain > 1 or quick else ():

@@ -34,7 +34,7 @@ def run(quick: bool) -> Report:
     rows = [_transformer(quick, *((2, 64, 15) if quick else shape)) for shape in ((2, 64, 15), (4, 144, 25))]
     rows += [_million(quick, batch) for batch in (128, 1024)]
     rows += _growth(quick)
-    rows.append(_memory(quick))
+    rows.append(_memory())
     return Report(
         name="optex_cost",
         claim="Estimation is a small part of a round, and linear in coordinates and history.",
@@ -132,8 +132,8 @@ def _growth(quick: bool) -> list[Row]:
     return rows
 
 
-def _memory(quick: bool) -> Row:
-    size = 100_000 if quick else 1_000_000
+def _memory() -> Row:
+    size = 1_000_000
     x = nn.Parameter(torch.randn(size))
     opt = OptEx(torch.optim.Adam([x], lr=1e-3), parallel=PARALLEL, history=HISTORY)
     for _ in range(3):

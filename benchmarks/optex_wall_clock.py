@@ -31,7 +31,7 @@ from wavetrain.runtime.mesh import join
 
 DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 RANKS = 2
-RATES = (3e-4, 5e-4, 1e-3, 2e-3)
+RATES = (5e-4, 1e-3, 2e-3)
 STEPS = 300
 LOOK_EVERY = 10
 TARGET = 0.75

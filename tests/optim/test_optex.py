@@ -126,7 +126,7 @@ def test_rises_that_the_next_step_takes_back_are_no_harm() -> None:
                 base.step()
         return float((slopes * x.detach().square()).sum())
 
-    assert run(4) < 0.5 * run(None)
+    assert run(4) < 0.6 * run(None)
 
 
 def test_noise_turns_a_round_into_a_large_batch() -> None:
