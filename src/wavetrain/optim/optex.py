@@ -8,8 +8,9 @@ A round, from the point θ₀ where the last one ended:
     replay     from θ₀ and its state again: step with what the N true gradients, and those before, say of the gradient
                where the replay is (a Gaussian process, its noise averaged out), as far as evaluated points are near
 
-Where predictions hold, that is N steps, each with less noise than one minibatch has. Where they do not, gradients are asked for
-at fewer points, several minibatches each, down to one point: then a round is one step with a batch N times larger.
+Where predictions hold, that is N steps, each with less noise than one minibatch has; where they are good, up to N more, past the
+last point. Where they do not hold, gradients are asked for at fewer points, several minibatches each, down to one point: then a
+round is one step with a batch N times larger. A round that led astray is taken back by the next one.
 
 ``mode="paper"`` is the published algorithm instead: a fixed process, the last of N single steps.
 """
