@@ -41,6 +41,18 @@ def test_a_rise_above_the_start_undoes_the_last_round() -> None:
     assert opt.stats.last.num_points < points, "and gradients are asked for at fewer points"
 
 
+def test_rates_that_a_scheduler_has_set_stay() -> None:
+    opt, task = after(5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    expected = opt.param_groups[0]["lr"]
+    for r in range(3):
+        opt.step(lambda i, r=r: task.loss(i) + (1000 if r == 2 else 0))
+        scheduler.step()
+        expected *= 0.5
+    assert opt.stats.last.took_back
+    assert opt.param_groups[0]["lr"] == pytest.approx(expected)
+
+
 def test_what_does_not_help_is_not_tried_for_ever() -> None:
     opt, task = after(5)
     for _ in range(MOST_TRIES + 2):

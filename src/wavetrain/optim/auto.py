@@ -85,7 +85,7 @@ class Auto(Play):
         history.drop(self._taken)
         begin = time.perf_counter()
         self.flat.write(before.start)
-        before.fork.restore()
+        before.fork.restore(groups=False)
         self.step_seconds += time.perf_counter() - begin
         made = before.row in history.rows
         if made:

@@ -31,13 +31,15 @@ class Fork:
         ]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Bring it back."""
+    def restore(self, *, groups: bool = True) -> None:
+        """Bring it back; without ``groups``, not their values, which a scheduler may have changed since."""
         state = self._optimizer.state
         for p in [p for p in state if p not in self._state]:
             del state[p]
         for p, value in self._state.items():
             state[p] = _copied(value, state.get(p))
+        if not groups:
+            return
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             for k in [k for k in group if k != "params" and k not in values]:
                 del group[k]
