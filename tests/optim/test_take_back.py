@@ -83,9 +83,14 @@ def test_a_resumed_run_takes_back_as_well_to_the_bit(name: str) -> None:
 def test_a_state_that_lacks_where_the_last_round_began_is_refused() -> None:
     opt, _ = after(3)
     state = opt.state_dict()
+    other, _ = after(0)
+    del state["optex"]["before"]["start"]
+    with pytest.raises(CheckpointError, match=r"lacks before\.start"):
+        other.load_state_dict(state)
     del state["optex"]["before"]
     with pytest.raises(CheckpointError, match="lacks before"):
-        after(0)[0].load_state_dict(state)
+        other.load_state_dict(state)
+    assert not other.base.state, "nothing has changed"
 
 
 def test_a_rate_that_is_too_high_does_not_explode() -> None:

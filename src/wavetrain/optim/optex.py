@@ -398,6 +398,9 @@ class OptEx(Optimizer):
         if saved is None:
             return
         missing = (set(NAMES) - set(saved)) | ({"before"} - set(own))
+        before = own.get("before")
+        if before is not None:
+            missing |= {f"before.{name}" for name in ("start", "fork", "counts") if name not in before}
         if missing:
             raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
         here = {
