@@ -6,25 +6,28 @@ The code that a result depends on is part of what is remembered, so that other c
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 import wavetrain
 
 HERE = Path(__file__).resolve().parent
+T = TypeVar("T")
 
 
-def kept(what: str, code: Sequence[str], compute: Callable[[], float]) -> float:
-    """A number that was computed before, or is now.
+def kept(what: str, code: Sequence[str], compute: Callable[[], T]) -> T:
+    """What was computed before, or is now.
 
     Args:
         what: says all that it depends on, beside code.
         code: patterns of the files it depends on, in the package or among the benchmarks.
-        compute: computes it.
+        compute: computes it: numbers, or lists of them.
     """
     name = os.environ.get("WAVETRAIN_KEPT")
     if name is None:
@@ -32,10 +35,11 @@ def kept(what: str, code: Sequence[str], compute: Callable[[], float]) -> float:
     file, key = Path(name), hashlib.sha256((_hash(tuple(code)) + what).encode()).hexdigest()
     for line in file.read_text().splitlines() if file.exists() else ():
         if line.startswith(key):
-            return float(line.split()[1])
+            found: T = json.loads(line.split(maxsplit=1)[1])
+            return found
     found = compute()
     with file.open("a") as out:
-        out.write(f"{key} {found!r}\n")
+        out.write(f"{key} {json.dumps(found)}\n")
     return found
 
 

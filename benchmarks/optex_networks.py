@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from benchmarks.kept import kept
-from benchmarks.optimizers import METHODS, Problem, rounds
+from benchmarks.optimizers import METHODS, Problem, code_of, rounds
 from benchmarks.report import Report, Row, main, percent
 from torch import Tensor, nn
 
@@ -43,13 +43,6 @@ BATCHES = (128, 1024)
 MUCH_BETTER = 0.85
 """Of the large batch's loss, where the batch is already large."""
 NEVER_WORSE = 1.02
-CODE = {
-    "ours": ("optim/*.py",),
-    "paper": tuple(f"optim/{name}.py" for name in ("optex", "paper", "play", "process", "history", "flat", "fork", "evaluation")),
-}
-"""What a method's results depend on; the others only on how the inner optimizer's state is set aside."""
-
-
 @lru_cache(maxsize=1)
 def images() -> tuple[Tensor, Tensor]:
     """Images (n, 784) and their digits (n,)."""
@@ -113,8 +106,7 @@ def task_of(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 def measure(run: Run) -> float:
     """The loss over all images, or over some 8,000 sequences, after the last round; see :mod:`benchmarks.kept`."""
-    code = ("models/*.py", "optimizers.py", "optex_networks.py", *CODE.get(run.method, ("optim/fork.py",)))
-    return kept(repr(run), code, lambda: _measure(run))
+    return kept(repr(run), ("models/*.py", "optex_networks.py", *code_of(run.method)), lambda: _measure(run))
 
 
 def _measure(run: Run) -> float:

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gymnasium
 import numpy as np
 import torch
-from benchmarks.optimizers import Problem, rounds
+from benchmarks.kept import kept
+from benchmarks.optimizers import Problem, code_of, rounds
 from benchmarks.report import Report, Row, main
 from torch import Tensor, nn
 
@@ -71,7 +72,11 @@ class Replay:
 
 
 def measure(run: Run) -> list[tuple[int, float]]:
-    """(Round, reward) of every episode."""
+    """(Round, reward) of every episode; see :mod:`benchmarks.kept`."""
+    return kept(repr(run), ("optex_reinforcement.py", *code_of(run.method)), lambda: _measure(run))
+
+
+def _measure(run: Run) -> list[tuple[int, float]]:
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     make = np.random.default_rng(run.seed)

@@ -19,6 +19,14 @@ METHODS = ("vanilla", "large batch", "line search", "coasting", "paper", "ours",
 with the last gradient, one true step from the best. Coasting: N − 1 steps without a gradient, then a true one. Paper: OptEx as
 published. Target: N true steps, one after another, which no round of parallel gradients can beat but by averaging noise."""
 
+_PAPER = ("optex", "paper", "play", "process", "history", "flat", "fork", "evaluation")
+
+
+def code_of(method: str) -> tuple[str, ...]:
+    """Files that a method's results depend on, for :mod:`benchmarks.kept`; all but OptEx only on how state is set aside."""
+    own = {"ours": ("optim/*.py",), "paper": tuple(f"optim/{name}.py" for name in _PAPER)}
+    return ("optimizers.py", *own.get(method, ("optim/fork.py",)))
+
 
 @dataclass
 class Problem:
