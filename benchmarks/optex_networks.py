@@ -43,6 +43,8 @@ BATCHES = (128, 1024)
 MUCH_BETTER = 0.85
 """Of the large batch's loss, where the batch is already large."""
 NEVER_WORSE = 1.02
+
+
 @lru_cache(maxsize=1)
 def images() -> tuple[Tensor, Tensor]:
     """Images (n, 784) and their digits (n,)."""

@@ -34,10 +34,10 @@ PLAYED = 8
 """Steps of the game a round."""
 GAMES = {"CartPole-v1": 1500, "Acrobot-v1": 1500, "MountainCar-v0": 2500}
 """And rounds."""
-RATES = (1e-3, 3e-3)
+RATES = (3e-4, 1e-3, 3e-3)
 SEEDS = 3
 METHODS = ("vanilla", "large batch", "paper", "ours", "target")
-PLOT = Path(__file__).resolve().parent / "optex_reinforcement.svg"
+PLOT = Path(__file__).resolve().parent / "plots" / "optex_reinforcement.svg"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def _measure(run: Run) -> list[tuple[int, float]]:
             wanted = reward + 0.99 * (1 - ended) * late(after).gather(1, best)
         return nn.functional.smooth_l1_loss(model(state).gather(1, action.long()), wanted)
 
-    go = rounds(run.method, Problem(list(model.parameters()), loss), torch.optim.Adam(model.parameters(), lr=run.rate), PARALLEL)
+    problem = Problem(list(model.parameters()), loss, moving=True)
+    go = rounds(run.method, problem, torch.optim.Adam(model.parameters(), lr=run.rate), PARALLEL)
     state, _ = game.reset(seed=run.seed)
     episodes: list[tuple[int, float]] = []
     total = 0.0
@@ -177,7 +178,7 @@ def run(quick: bool) -> Report:
         notes=(
             f"Double DQN, two layers of 64, Adam, minibatches of {BATCH}; {PLAYED} steps of the game and one round of learning "
             f"by turns; {seeds} seeds. In Acrobot and MountainCar every step costs 1: rewards are below 0.",
-            *(() if quick else (f"[Reward by round]({PLOT.name})",)),
+            *(() if quick else (f"[Reward by round](plots/{PLOT.name})",)),
         ),
     )
 

@@ -35,12 +35,14 @@ class Problem:
     parameters: list[nn.Parameter]
     loss: Callable[[int], Tensor]
     """Of minibatch i of the round under way."""
+    moving: bool = False
+    """Losses of different rounds cannot be compared."""
 
 
 def rounds(method: str, problem: Problem, base: Optimizer, parallel: int) -> Callable[[], None]:
     """What does one round by a method."""
     if method in ("paper", "ours"):
-        opt = OptEx(base, parallel=parallel, mode="paper" if method == "paper" else "auto")
+        opt = OptEx(base, parallel=parallel, mode="paper" if method == "paper" else "auto", moving_losses=problem.moving)
         return lambda: _round(opt, problem)
     if method in ("line search", "coasting"):
         return _Tried(problem, base, parallel, coast=method == "coasting")

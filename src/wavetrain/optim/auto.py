@@ -130,7 +130,11 @@ class Auto(Play):
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
-        """Steps from the start, as far as evaluated points are near: how many, and how near."""
+        """Steps from the start, as far as evaluated points are near: how many, and how near.
+
+        None is made with a gradient larger than the true one at the start: those of points that overshot are, and optimizers
+        that remember the size of gradients (Adam for a thousand steps) would be slow for all that time.
+        """
         of, flat, history = self.of, self.flat, self.history
         self._rewind()
         drifts: list[float] = []
@@ -152,7 +156,7 @@ class Auto(Play):
                         break
                 found = process.weights(squares[history.rows])
                 self.estimate_seconds += time.perf_counter() - begin
-                self._step(found, history.rows)
+                self._step(found, history.rows, self.gradient_norm)
                 accepted += 1
         flat.forget_gradients()
         return accepted, tuple(drifts)
@@ -178,8 +182,8 @@ class Auto(Play):
         of, rises = self.of, np.concatenate(([0.0], np.cumsum(slopes.mean(axis=1))))
         at_start = self._end_at(0, predicted, known, good, process)
         for at in range(len(good) - 1, accepted - 1, -1):
-            if of._pace.first is None or not losses[at] <= of._pace.first:
-                continue  # worse than where all began
+            if of._pace.lost_all(losses[at]):
+                continue
             rise, gain = float(rises[at]), self._end_at(at, predicted, known, good, process)
             left = rise if rise <= 0 else rise * (1 - (gain - at_start) / (2 * rise)) ** 2
             if left <= LEFT * at_start:

@@ -77,6 +77,8 @@ class OptEx(Optimizer):
         distance_coordinates: measure distances on so many coordinates, drawn at random, where there are more; None for all of
             them, at twice the memory.
         history_dtype: of the gradients that are kept, such as ``torch.bfloat16``; default: that of the parameters.
+        moving_losses: losses of different rounds cannot be compared, as in reinforcement learning, where what is learnt from
+            changes: rounds are then never taken back, nor made larger batches, because losses rise.
         clip_norm: gradients that ``base`` steps with are scaled down to this norm.
         grad_scaler: of fp16 training: scales losses, and is told of gradients that are no numbers.
 
@@ -101,6 +103,7 @@ class OptEx(Optimizer):
         held_elsewhere: Iterable[Tensor] = (),
         distance_coordinates: int | None = 65_536,
         history_dtype: torch.dtype | None = None,
+        moving_losses: bool = False,
         clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -150,6 +153,7 @@ class OptEx(Optimizer):
         self.base = base
         self._select = select
         self._kernel = kernel
+        self._moving_losses = moving_losses
         self._clip_norm = None if clip_norm is None else _positive("clip_norm", clip_norm)
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._capacity = capacity + self.parallel if mode == "paper" else max(capacity, self.parallel + 2)
@@ -219,7 +223,7 @@ class OptEx(Optimizer):
         self._proposed: Tensor | None = proposed
         """The points of a round (N, d), where the history does not keep all of their coordinates."""
         self._judge = Judge(self._kernel)
-        self._pace = Pace(self.parallel)
+        self._pace = Pace(self.parallel, moving=self._moving_losses)
         self._fork = Fork(self.base)
         self._before: Before | None = None
         self._has = (True,) * len(flat.parameters)

@@ -8,6 +8,7 @@ which all steps could be taken, ever more carefully. As many steps are made past
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -25,10 +26,16 @@ AHEAD: Final = 0.3
 
 
 class Pace:
-    """Of rounds with up to ``limit`` points."""
+    """Of rounds with up to ``limit`` points.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: N.
+        moving: losses of different rounds cannot be compared, so that nothing is concluded from their rising.
+    """
+
+    def __init__(self, limit: int, *, moving: bool = False) -> None:
         self.limit = limit
+        self._moving = moving
         self.num_points = limit
         self._good = 0
         self._bad = 0
@@ -68,11 +75,17 @@ class Pace:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._losses = []
 
+    def lost_all(self, loss: float) -> bool:
+        """Whether a loss is no better than where all began, or no number."""
+        if self._moving:
+            return not math.isfinite(loss)
+        return self.first is None or not loss <= self.first
+
     def astray(self, loss: float) -> bool:
         """Whether a round that begins with this loss shows that the last one led astray: it is above where all began, and far
         above every point of the last round.
         """
-        if self.first is None or not self._losses:
+        if self._moving or self.first is None or not self._losses:
             return False
         last = self._losses[-1]
         return loss > self.first and loss > max(last) + FAR * (max(last) - min(last))
@@ -88,6 +101,8 @@ class Pace:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
 
     def _stalled(self) -> bool:
+        if self._moving:
+            return False
         before, after = np.concatenate(self._losses[:WINDOW]), np.concatenate(self._losses[WINDOW:])
         spread = np.sqrt(before.var() / len(before) + after.var() / len(after))
         return bool(after.mean() >= before.mean() + SURE * spread)

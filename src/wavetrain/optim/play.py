@@ -171,12 +171,14 @@ class Play(ABC):
         self.of._fork.restore()
         self.step_seconds += time.perf_counter() - begin
 
-    def _step(self, found: Floats | None, rows: Sequence[int]) -> None:
-        """A step of the inner optimizer with a sum of kept gradients."""
+    def _step(self, found: Floats | None, rows: Sequence[int], most: float = math.inf) -> None:
+        """A step of the inner optimizer with a sum of kept gradients, scaled down to the norm ``most`` if it is above."""
         assert found is not None
         begin = time.perf_counter()
         inner = self.history.products[np.ix_(rows, rows)]
         norm = math.sqrt(max(0.0, float(found @ inner @ found)))
+        if norm > most:
+            found, norm = found * (most / norm), most
         gradient = self.history.combine(found, rows, self.of._work)
         self.estimate_seconds += time.perf_counter() - begin
         self._step_with(gradient, norm)
