@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,22 @@ class Flat:
     Args:
         groups: ``param_groups`` of a torch optimizer.
         held_elsewhere: those that other ranks count: they come last.
+        owners: of parameters, by their ``id``, the rank that keeps their history: in the order of ranks, then.
+        rank: only the parameters of this owner.
 
     Raises:
         InputError: none is trained, or they are of several devices or types.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], held_elsewhere: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        held_elsewhere: Sequence[Tensor] = (),
+        owners: Mapping[int, int] | None = None,
+        rank: int | None = None,
+    ) -> None:
         self._elsewhere = {id(p) for p in held_elsewhere}
+        self._owners, self._rank = owners or {}, rank
         self.parameters: list[Tensor] = self._trained(groups)
         if not self.parameters:
             raise InputError("the optimizer holds no parameter that requires a gradient")
@@ -42,7 +51,9 @@ class Flat:
 
     def _trained(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
         found = [p for group in groups for p in group["params"] if p.requires_grad]
-        return sorted(found, key=lambda p: id(p) in self._elsewhere)
+        if self._rank is not None:
+            found = [p for p in found if self._owners.get(id(p)) == self._rank]
+        return sorted(found, key=lambda p: (id(p) in self._elsewhere, self._owners.get(id(p), 0)))
 
     def same(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether ``groups`` still train exactly these parameters."""

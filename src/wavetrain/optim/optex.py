@@ -17,7 +17,7 @@ round is one step with a batch N times larger. A round that led astray is taken 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, overload
 
@@ -38,7 +38,7 @@ from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
-from wavetrain.optim.team import Alone, Group, Shards, Team
+from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
 HISTORY: Final = {"auto": 20, "paper": 50}
@@ -68,6 +68,8 @@ class OptEx(Optimizer):
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
         process_group: every rank of it evaluates one minibatch of a round; all must start from the same weights.
+        shard_history: every rank of ``process_group`` keeps the history and the inner optimizer's state of 1/N of the parameters
+            only, and does their share of the work of a round; each saves, and loads, a state of its own.
         model: evaluate minibatches at the same time, by threads that each have a copy of it; the closure is then called with an
             index and a model, ``lambda i, model: loss_fn(model(x[i]), y[i])``, and may not draw random numbers.
         threads: how many; default: as many as torch uses, N at most. 1: one after another, without copies.
@@ -97,6 +99,7 @@ class OptEx(Optimizer):
         kernel: str = "matern52",
         select: str = "last",
         process_group: dist.ProcessGroup | None = None,
+        shard_history: bool = False,
         model: nn.Module | None = None,
         threads: int | None = None,
         shard_group: dist.ProcessGroup | None = None,
@@ -123,6 +126,11 @@ class OptEx(Optimizer):
         for what, group in (("process_group", process_group), ("shard_group", shard_group)):
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise InputError(f"{what} is {group!r}; expected a group of torch.distributed")
+        if shard_history and (process_group is None or shard_group is not None):
+            raise InputError(
+                "shard_history shares what is kept over the ranks of process_group: give that, and no shard_group, whose ranks "
+                "hold parts of the model anyway"
+            )
         if model is not None and (not isinstance(model, nn.Module) or process_group is not None or shard_group is not None):
             raise InputError(
                 f"model is {type(model).__name__}; expected a torch module, and no group of ranks: they evaluate at the same "
@@ -135,8 +143,8 @@ class OptEx(Optimizer):
         if history_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
             raise InputError(f"history_dtype is {history_dtype!r}; expected torch.bfloat16 or wider, that any gradient fits in")
         device = Flat(base.param_groups).device
-        self._team: Team = Alone() if process_group is None else Group(process_group, device)
-        self._shards, self._elsewhere = Shards(shard_group, device), tuple(held_elsewhere)
+        self._team: Team = Alone() if process_group is None else (Dealt if shard_history else Group)(process_group, device)
+        self._shards, self._elsewhere = Shards(process_group if shard_history else shard_group, device), tuple(held_elsewhere)
         size = self._team.size
         if parallel is not None and size is not None and parallel != size:
             raise InputError(
@@ -196,7 +204,11 @@ class OptEx(Optimizer):
 
     def _forget(self) -> None:
         """Begin anew with what is trained now; where that fails, nothing has changed."""
-        flat, threads = Flat(self.base.param_groups, self._elsewhere), None
+        threads: Threads | None = None
+        if isinstance(self._team, Dealt):
+            flat, whole = self._team.deal(self.base.param_groups)
+        else:
+            flat = whole = Flat(self.base.param_groups, self._elsewhere)
         if self.model is not None:
             check_model(self.model, flat)
             threads = None if self._num_threads == 1 else Threads(self.model, flat, self._num_threads)
@@ -219,7 +231,10 @@ class OptEx(Optimizer):
         if sampled is not None or flat.num_counted < flat.num_coordinates:
             proposed = start.new_empty(self.parallel, flat.num_coordinates)
         self._flat, self._threads, self._history = flat, threads, history
+        self._whole = whole
+        """All parameters that are trained; of those in ``_flat``, this rank keeps the history."""
         self._start, self._work, self._mean = start, work, mean
+        self._gradient, self._whole_start = (work, start) if whole is flat else (whole.empty(), whole.empty())
         self._proposed: Tensor | None = proposed
         """The points of a round (N, d), where the history does not keep all of their coordinates."""
         self._judge = Judge(self._kernel)
@@ -254,10 +269,10 @@ class OptEx(Optimizer):
         Whatever is raised, by the closure too, parameters and optimizer are as they were before the round.
         """
         call = self._collected() if closure is None else with_index(closure, self.model)
-        if not self._flat.same(self.base.param_groups):
+        if not self._whole.same(self.base.param_groups):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
-        seed = self._team.agree((*self._flat.checksum(), self._round, self._pace.num_points), seed)
+        seed = self._team.agree((*self._whole.checksum(), self._round, self._pace.num_points), seed)
         if self.model is not None and self._threads is None:
             call = partial(_with_model, call, self.model)
         play = (Paper if self.mode == "paper" else Auto)(self, call, seed)
@@ -266,6 +281,8 @@ class OptEx(Optimizer):
         except BaseException:
             play.give_up()
             raise
+        if isinstance(self._team, Group):
+            self._team.finish(self._flat, self._whole)
         self._round += 1
         self.stats.add(found)
         return found.loss
@@ -304,6 +321,8 @@ class OptEx(Optimizer):
         tensors = [self._history.gradients, self._history.points, self._start, self._work, self._mean]
         if self._proposed is not None:
             tensors.append(self._proposed)
+        if self._whole is not self._flat:
+            tensors += [self._gradient, self._whole_start]
         copies = 0 if self._threads is None else self._threads.held_bytes()
         if self._before is not None:
             tensors.append(self._before.start)
@@ -334,11 +353,12 @@ class OptEx(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if not self._flat.same(self.base.param_groups):
+        if not self._whole.same(self.base.param_groups):
             self._forget()
         own: dict[str, Any] = {
             "mode": self.mode,
             "parallel": self.parallel,
+            "dealt": self._dealt,
             "round": self._round,
             "has": list(self._has),
             "pace": self._pace.state_dict(),
@@ -387,11 +407,21 @@ class OptEx(Optimizer):
                 self._before = Before(self._flat.empty(), Fork(self.base), 0, 0)
                 self._before.load_state_dict(own["before"])
 
+    @property
+    def _dealt(self) -> list[int] | None:
+        """With ``shard_history``, whose state this is: a rank, and of how many."""
+        return [self._team.rank, self.parallel] if isinstance(self._team, Dealt) else None
+
     def _check(self, own: dict[str, Any], saved: dict[str, Any] | None) -> None:
         """Whether what was saved can be loaded here."""
         missing = {"mode", "parallel", "round", "has", "pace", "judge", "num_newest"} - set(own)
         if missing:
             raise CheckpointError(f"the saved state of OptEx lacks {', '.join(sorted(missing))}")
+        if own.get("dealt") != self._dealt:
+            raise CheckpointError(
+                f"the saved state of OptEx is {_whose(own.get('dealt'))}, here it would be {_whose(self._dealt)}: with "
+                "shard_history every rank saves and loads its own, among as many ranks"
+            )
         known = {"pace": self._pace.state_dict()} | ({} if saved is None else {"judge": self._judge.state_dict()})
         odd = _unlike(own, known)
         if odd:
@@ -425,6 +455,10 @@ class OptEx(Optimizer):
                     f"the saved history is of another optimizer: {name} {there[name]}, here {value}; use the same parameters, "
                     "mode, parallel, history and distance_coordinates, or save with state_dict(history=False)"
                 )
+
+
+def _whose(dealt: Sequence[int] | None) -> str:
+    return "the whole" if dealt is None else f"that of rank {dealt[0]} of {dealt[1]}"
 
 
 def _unlike(saved: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:

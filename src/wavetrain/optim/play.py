@@ -20,7 +20,7 @@ from torch import Tensor
 from wavetrain.errors import DivergedError
 from wavetrain.optim.evaluation import evaluate, is_finite
 from wavetrain.optim.rounds import Round
-from wavetrain.optim.team import Shared
+from wavetrain.optim.team import Group, Shared
 from wavetrain.optim.threads import Threads
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Play(ABC):
         self.of, self.closure, self.seed = of, closure, seed
         self._taken: list[int] = []
         self._moved = False
-        self.flat, self.history = of._flat, of._history
+        self.flat, self.whole, self.history = of._flat, of._whole, of._history
         self.estimate_seconds = self.evaluate_seconds = self.step_seconds = 0.0
         self.has: tuple[bool, ...] = ()
         """Which parameters got a gradient; until one is evaluated, all do."""
@@ -53,6 +53,8 @@ class Play(ABC):
         begin = time.perf_counter()
         of._fork.save()
         flat.read(of._start)
+        if self.whole is not flat:
+            self.whole.read(of._whole_start)
         self._moved = True
         self.step_seconds += time.perf_counter() - begin
         predicted: list[Floats | None] = []
@@ -85,8 +87,8 @@ class Play(ABC):
             indices = range(at, of.parallel, len(new))
             if at == 0 and of._threads is not None:  # threads: all at once, each with a model of its own
                 shared = self._threaded(of._threads, new)
-            elif at == 0 and of._team.size is not None:  # ranks: all at once, each at the point of its own
-                shared = self._shared(new)
+            elif at == 0 and isinstance(of._team, Group):  # ranks: all at once, each at the point of its own
+                shared = self._shared(of._team, new)
             if not shared:
                 flat.write(self._point(new, at))
             count = 0
@@ -120,12 +122,10 @@ class Play(ABC):
             )
         return losses, good
 
-    def _shared(self, new: list[int]) -> dict[int, Shared]:
+    def _shared(self, team: Group, new: list[int]) -> dict[int, Shared]:
         """Every rank's minibatch, each evaluated where it belongs."""
-        of = self.of
-        mine = next(i for i in range(of.parallel) if of._team.mine(i))
-        self.flat.write(self._point(new, mine % len(new)))
-        return dict(enumerate(of._team.share(self._one(mine))))
+        team.place([self._point(new, i % len(new)) for i in range(self.of.parallel)], self.whole)
+        return dict(enumerate(team.share(self._one(team.rank))))
 
     def _threaded(self, threads: Threads, new: list[int]) -> dict[int, Shared]:
         """Every minibatch, evaluated by threads."""
@@ -147,10 +147,12 @@ class Play(ABC):
         """One minibatch, where the parameters are; what goes wrong in the closure is kept, for the team to hear of it."""
         of = self.of
         try:
-            done = evaluate(self.closure, index, self.seed + index, self.flat, of._work, self._scale)
+            done = evaluate(self.closure, index, self.seed + index, self.whole, of._gradient, self._scale)
         except Exception as error:
-            return Shared(of._work, 0.0, (False,) * len(self.flat.parameters), error)
-        return Shared(of._work, done.loss, done.has)
+            return Shared(of._gradient, 0.0, (False,) * len(self.whole.parameters), error)
+        finally:
+            self.whole.forget_gradients()
+        return Shared(of._gradient, done.loss, done.has)
 
     def _skipped(self, losses: Sequence[float], num_points: int) -> Round:
         """A round that overflowed in fp16: nothing is done, the scaler has been told."""
@@ -160,6 +162,8 @@ class Play(ABC):
     def give_up(self) -> None:
         """Everything as it was before the round, but for the oldest pairs of the history."""
         if self._moved:
+            if self.whole is not self.flat:
+                self.whole.write(self.of._whole_start)
             self._rewind()
         self.history.drop([row for row in self._taken if row not in self.history.rows])
         self.flat.forget_gradients()

@@ -1,0 +1,147 @@
+"""OptEx over ranks that each keep a part of the history: the same steps, less of everything on every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.optim.problems import OPTIMIZERS, Task, flat, network
+from wavetrain.errors import CheckpointError, InputError, RuntimeFailure
+from wavetrain.optim import OptEx
+from wavetrain.runtime.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+ROUNDS = 6
+
+
+def made(name: str = "adam", **how: Any) -> tuple[OptEx, Task]:
+    model = network()
+    base = OPTIMIZERS[name](list(model.parameters()))
+    return OptEx(base, process_group=dist.group.WORLD, **how), Task(model)
+
+
+def play(opt: OptEx, task: Task, rounds: range) -> None:
+    for r in rounds:
+        opt.step(lambda i, r=r: task.loss(opt.parallel * r + i))
+
+
+def everywhere(values: list[float]) -> list[list[float]]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, values)
+    return found
+
+
+def over_ranks(name: str, mode: str) -> tuple[list[list[float]], list[int], list[list[float]]]:
+    dist.init_process_group("gloo")
+    opt, task = made(name, shard_history=True, mode=mode)
+    play(opt, task, range(ROUNDS))
+    kept = everywhere([opt.held_bytes(), len(opt.base.state), opt.stats.last.loss])
+    return everywhere([float(v) for v in flat(task.model)]), [one.num_accepted for one in opt.stats], kept
+
+
+@pytest.mark.parametrize(("name", "mode"), [("adam", "auto"), ("sgd", "auto"), ("adamw fused", "auto"), ("adam", "paper")])
+def test_steps_are_those_of_one_process(name: str, mode: str) -> None:
+    found, accepted, kept = launch(over_ranks, ranks=2, args=(name, mode))
+    model = network()
+    task, opt = Task(model), OptEx(OPTIMIZERS[name](list(model.parameters())), parallel=2, mode=mode)  # type: ignore[arg-type]
+    play(opt, task, range(ROUNDS))
+    assert found[0] == found[1], "to the bit, on all ranks"
+    assert found[0] == pytest.approx([float(v) for v in flat(model)], rel=1e-3, abs=1e-4)
+    assert accepted == [one.num_accepted for one in opt.stats]
+    assert sum(one[1] for one in kept) == len(opt.base.state), "every parameter's state is on one rank"
+    assert kept[0][2] == kept[1][2]
+
+
+def bytes_of(shard_history: bool) -> list[list[float]]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    opt = OptEx(torch.optim.Adam(model.parameters()), process_group=dist.group.WORLD, shard_history=shard_history)
+    for _ in range(3):
+        opt.step(lambda: model(torch.ones(2, 64)).square().mean())
+    return everywhere([opt.held_bytes()])
+
+
+def test_a_rank_keeps_its_part() -> None:
+    whole, parts = (launch(bytes_of, ranks=2, args=(how,)) for how in (False, True))
+    assert max(one[0] for one in parts) < 0.6 * whole[0][0]
+
+
+def resumed() -> tuple[list[list[float]], list[list[float]], str]:
+    dist.init_process_group("gloo")
+    opt, task = made(shard_history=True)
+    play(opt, task, range(4))
+    saved = copy.deepcopy(opt.state_dict())
+    kept = [p.detach().clone() for p in task.model.parameters()]
+    play(opt, task, range(4, 7))
+    straight = everywhere([float(v) for v in flat(task.model)])
+    opt, task = made(shard_history=True)
+    with torch.no_grad():
+        for p, value in zip(task.model.parameters(), kept, strict=True):
+            p.copy_(value)
+    opt.load_state_dict(saved)
+    torch.manual_seed(0)
+    play(opt, task, range(4, 7))
+    again = everywhere([float(v) for v in flat(task.model)])
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, saved)
+    try:
+        opt.load_state_dict(states[1 - dist.get_rank()])
+    except CheckpointError as error:
+        return straight, again, str(error)
+    return straight, again, ""
+
+
+def test_every_rank_resumes_from_its_own_state() -> None:
+    straight, again, told = launch(resumed, ranks=2)
+    assert straight == again
+    assert "that of rank 1 of 2, here it would be that of rank 0 of 2" in told
+
+
+def one_fails() -> list[Any]:
+    dist.init_process_group("gloo")
+    opt, task = made(shard_history=True)
+    play(opt, task, range(3))
+    before = [float(v) for v in flat(task.model)]
+
+    def closure(i: int) -> torch.Tensor:
+        if i == 1:
+            raise ValueError("no such image")
+        return task.loss(i)
+
+    try:
+        opt.step(closure)
+    except (ValueError, RuntimeFailure) as error:
+        told = str(error)
+    after = [float(v) for v in flat(task.model)]
+    play(opt, task, range(3, 5))
+    return [told, before == after, everywhere([float(v) for v in flat(task.model)])]
+
+
+def test_a_round_that_fails_is_rolled_back_everywhere() -> None:
+    told, same, after = launch(one_fails, ranks=2)
+    assert "failed on rank 1" in told
+    assert same
+    assert after[0] == after[1]
+
+
+def refused() -> list[str]:
+    dist.init_process_group("gloo")
+    x, told = torch.nn.Parameter(torch.ones(3)), []
+    for how in ({"process_group": dist.group.WORLD}, {"parallel": 2}):
+        try:
+            OptEx(torch.optim.SGD([x], lr=0.1), shard_history=True, **how)
+        except InputError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    few, alone = launch(refused, ranks=2)
+    assert "deals 1 trained parameters to 2 ranks" in few
+    assert "ranks of process_group" in alone
