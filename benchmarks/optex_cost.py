@@ -93,7 +93,7 @@ def _million(quick: bool, batch: int) -> Row:
 
 def _estimate_seconds(size: int, history: int, repeats: int) -> float:
     """Of what a round does with the history: N distances, N − 1 predictions, the new inner products, N replays."""
-    kept = History(history, size, torch.device("cpu"), torch.float32, torch.arange(0, size, max(1, size // 65_536)))
+    kept = History(history, size, torch.device("cpu"), torch.float32, torch.arange(0, size, max(1, size // 32_768)))
     kept.rows = list(range(history - PARALLEL))
     point, out = torch.randn(size), torch.empty(size)
     weights = torch.randn(len(kept.rows)).double().numpy()
@@ -114,7 +114,7 @@ def _estimate_seconds(size: int, history: int, repeats: int) -> float:
 
 
 def _growth(quick: bool) -> list[Row]:
-    base, repeats = (20_000, 2) if quick else (500_000, 7)
+    base, repeats = (20_000, 2) if quick else (1_000_000, 7)  # of either, nothing fits into a cache
     rows = []
     for what, one, two in (
         ("coordinates", (base, 20), (4 * base, 20)),

@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +27,9 @@ from benchmarks.optimizers import METHODS, Problem, code_of, rounds
 from benchmarks.report import Report, Row, main, percent
 from torch import Tensor, nn
 
+from wavetrain.files import write_text
 from wavetrain.models import GPT
+from wavetrain.view.chart import line_chart, stacked
 
 DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 PARALLEL = 4
@@ -39,6 +42,9 @@ RATES = {
     ("Shakespeare", "SGD"): (0.03, 0.1, 0.3, 1.0),
 }
 SEQ = 16
+LOOKS = 10
+"""How often in a run the loss is looked at."""
+PLOT = Path(__file__).resolve().parent / "plots" / "optex_networks.svg"
 BATCHES = (128, 1024)
 MUCH_BETTER = 0.85
 """Of the large batch's loss, where the batch is already large."""
@@ -74,6 +80,10 @@ class Residual(nn.Module):
         return out
 
 
+Curve = list[tuple[int, float]]
+"""(Round, loss) every now and then; infinite where it is no number."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One."""
@@ -106,12 +116,12 @@ def task_of(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return GPT(num_layers=2, hidden=48, num_heads=4, vocab=int(y.max()) + 1, max_length=SEQ), x, y
 
 
-def measure(run: Run) -> float:
-    """The loss over all images, or over some 8,000 sequences, after the last round; see :mod:`benchmarks.kept`."""
+def measure(run: Run) -> Curve:
+    """The loss over all images, or over some 8,000 sequences, every tenth of the rounds; see :mod:`benchmarks.kept`."""
     return kept(repr(run), ("models/*.py", "optex_networks.py", *code_of(run.method)), lambda: _measure(run))
 
 
-def _measure(run: Run) -> float:
+def _measure(run: Run) -> Curve:
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     model, x, y = task_of(run.task)
@@ -127,23 +137,30 @@ def _measure(run: Run) -> float:
     kind = torch.optim.Adam if run.optimizer == "Adam" else torch.optim.SGD
     base = kind(model.parameters(), lr=run.rate)
     go = rounds(run.method, Problem(list(model.parameters()), loss), base, PARALLEL)
-    for _ in range(run.num_rounds):
+    found: Curve = []
+    for number in range(1, run.num_rounds + 1):
         chosen[:] = [torch.randint(len(x), (run.batch,), generator=make) for _ in range(PARALLEL)]
         go()
-    with torch.no_grad():
-        found = float(loss_of(torch.arange(0, len(x), max(1, len(x) // 8192))))
-    return found if math.isfinite(found) else math.inf
+        if number % max(1, run.num_rounds // LOOKS) == 0 or number == run.num_rounds:
+            with torch.no_grad():
+                now = float(loss_of(torch.arange(0, len(x), max(1, len(x) // 8192))))
+            found.append((number, now if math.isfinite(now) else math.inf))
+    return found
 
 
 def run(quick: bool) -> Report:
     """Losses of networks."""
     rows: list[Row] = []
+    charts: list[str] = []
     with ProcessPoolExecutor(2) as pool:
         shares = {}
         for task, optimizer in [("MNIST", "Adam")] if quick else RATES:
             for batch in (32,) if quick else BATCHES:
-                row, shares[f"{task}, {optimizer}, {batch}"] = _case(pool, task, optimizer, batch, quick)
+                row, shares[f"{task}, {optimizer}, {batch}"], curves = _case(pool, task, optimizer, batch, quick)
                 rows.append(row)
+                charts.append(line_chart(curves, title=row.case, x_label="round", y_label="loss", log_y=True))
+    if not quick:
+        write_text(PLOT, stacked(charts))
     worst = max(shares, key=shares.__getitem__)
     rows.append(
         Row(
@@ -167,24 +184,28 @@ def run(quick: bool) -> Report:
             "Every minibatch is drawn anew; all methods see the same ones. Vanilla uses the first of every round. Rates are "
             "chosen by the mean of two seeds.",
             "N true steps are the limit where noise is small.",
+            *(() if quick else (f"[Loss by round](plots/{PLOT.name}), means of the seeds.",)),
         ),
     )
 
 
-def _case(pool: ProcessPoolExecutor, task: str, optimizer: str, batch: int, quick: bool) -> tuple[Row, float]:
-    """A row, and the loss of ours over that of the large batch."""
+def _case(
+    pool: ProcessPoolExecutor, task: str, optimizer: str, batch: int, quick: bool
+) -> tuple[Row, float, dict[str, list[tuple[float, float]]]]:
+    """A row, the loss of ours over that of the large batch, and the mean loss of every method by rounds."""
     rates, count = (RATES[task, optimizer][1:3], 4) if quick else (RATES[task, optimizer], ROUNDS[task])
     choosing = 1 if quick else 2
     tried = [Run(task, optimizer, m, r, batch, s, count) for m in METHODS for r in rates for s in range(choosing)]
     first = dict(zip(tried, pool.map(measure, tried), strict=True))
     best = {
-        m: min(rates, key=lambda r: statistics.fmean(v for t, v in first.items() if (t.method, t.rate) == (m, r)))
+        m: min(rates, key=lambda r: statistics.fmean(c[-1][1] for t, c in first.items() if (t.method, t.rate) == (m, r)))
         for m in METHODS
     }
     final = [Run(task, optimizer, m, best[m], batch, s, count) for m in METHODS for s in range(1 if quick else SEEDS)]
     missing = [one for one in final if one not in first]
     found = {**first, **dict(zip(missing, pool.map(measure, missing), strict=True))}
-    values = {m: [found[one] for one in final if one.method == m] for m in METHODS}
+    values = {m: [found[one][-1][1] for one in final if one.method == m] for m in METHODS}
+    curves = {m: _mean_curve([found[one] for one in final if one.method == m]) for m in METHODS}
     mean = {m: statistics.fmean(values[m]) for m in METHODS}
     share = mean["ours"] / mean["large batch"]
     least = MUCH_BETTER if batch >= BATCHES[-1] else 1.0
@@ -206,7 +227,11 @@ def _case(pool: ProcessPoolExecutor, task: str, optimizer: str, batch: int, quic
         distance=percent(mean["ours"] / mean["target"] - 1, 0) + " above",
         passed=share <= least if not quick else mean["ours"] <= mean["vanilla"],
     )
-    return row, share
+    return row, share, curves
+
+
+def _mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
+    return [(float(one[0][0]), statistics.fmean(loss for _, loss in one)) for one in zip(*curves, strict=True)]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ from benchmarks.optimizers import METHODS, Problem, rounds
 from benchmarks.report import Report, Row, main
 from torch import Tensor, nn
 
+from wavetrain.files import write_text
+from wavetrain.view.chart import line_chart, stacked
+
 PARALLEL = 5
 SHARES = (0.1, 0.02, 0.001)
 ROUNDS = 60
@@ -55,6 +58,7 @@ RATES = {
 PUBLISHED = {("Rosenbrock", 0.1): (5, 13), ("Sphere", 0.1): (4, 6), ("Sphere", 0.01): (19, 27)}
 """Rounds to 10 % and 2 % of the public code: 10,000 coordinates, Adam."""
 
+PLOT = Path(__file__).resolve().parent / "plots" / "optex_synthetic.svg"
 Found = tuple[float, ...]
 """Rounds to each share; infinite if it is not reached."""
 
@@ -73,7 +77,16 @@ class Run:
     num_rounds: int = ROUNDS
 
 
-def measure(run: Run) -> Found:
+@dataclass(frozen=True)
+class Measured:
+    """A run."""
+
+    found: Found
+    values: list[tuple[float, float]]
+    """(Round, share of the start), round by round."""
+
+
+def measure(run: Run) -> Measured:
     """Rounds that a run needs to each share of its start."""
     torch.set_num_threads(1)
     make = torch.Generator().manual_seed(run.seed)
@@ -94,14 +107,16 @@ def measure(run: Run) -> Found:
     with torch.no_grad():
         start = float(function(x))
     found = [math.inf] * len(SHARES)
+    values = [(0.0, 1.0)]
     for number in range(1, run.num_rounds + 1):
         go()
         with torch.no_grad():
             value = float(function(x))
+        values.append((float(number), value / start))
         found = [min(f, number) if value <= share * start else f for f, share in zip(found, SHARES, strict=True)]
         if not math.isfinite(value) or math.isfinite(found[-1]):
             break
-    return tuple(found)
+    return Measured(tuple(found), values)
 
 
 def _worth(found: Sequence[float]) -> tuple[float, ...]:
@@ -119,7 +134,7 @@ def run(quick: bool) -> Report:
     limit = 30 if quick else ROUNDS
     with ProcessPoolExecutor(2) as pool:
         for (function, rate), expected in PUBLISHED.items():
-            found = measure(Run(function, "Adam", "paper", rate))
+            found = measure(Run(function, "Adam", "paper", rate)).found
             rows.append(
                 Row(
                     case=f"{function}, Adam, rate {rate:g}: paper mode, rounds to 10 % / 2 %",
@@ -128,8 +143,14 @@ def run(quick: bool) -> Report:
                     passed=all(a <= b for a, b in zip(found[:2], expected, strict=True)),
                 )
             )
+        charts: list[str] = []
         for case in cases:
-            rows.append(_case(pool, *case, limit, 1 if quick else SEEDS if case[3] == 10_000 else 1))
+            row, curves = _case(pool, *case, limit, 1 if quick else SEEDS if case[3] == 10_000 else 1)
+            rows.append(row)
+            if case[2] in (0.0, 0.5) and case[3] == 10_000:
+                charts.append(line_chart(curves, title=row.case, x_label="round", y_label="of the start", log_y=True))
+    if not quick:
+        write_text(PLOT, stacked(charts))
     return Report(
         name="optex_synthetic",
         claim="Rounds of five gradients to 10 % / 2 % / 0.1 % of the start (– : not within 60), each method at its best rate.",
@@ -139,21 +160,24 @@ def run(quick: bool) -> Report:
             "method, wherever those reach the share. Rates are chosen at the first seed, by 2 %, then 0.1 %, then 10 %; medians "
             f"of {SEEDS} seeds (one for 100,000 coordinates).",
             "An average of five gradients has less noise than one: with noise, ours and the large batch can pass N true steps.",
+            *(() if quick else (f"[Value by round](plots/{PLOT.name}), the first seed.",)),
         ),
     )
 
 
-def _case(pool: ProcessPoolExecutor, function: str, optimizer: str, noise: float, size: int, limit: int, seeds: int) -> Row:
+def _case(
+    pool: ProcessPoolExecutor, function: str, optimizer: str, noise: float, size: int, limit: int, seeds: int
+) -> tuple[Row, dict[str, list[tuple[float, float]]]]:
     rates = RATES[optimizer, function]
     tried = [(m, r) for m in METHODS for r in rates]
     runs = [Run(function, optimizer, m, r, noise, size, num_rounds=limit) for m, r in tried]
     first = dict(zip(tried, pool.map(measure, runs), strict=True))
-    best = {m: min(rates, key=lambda r: _worth(first[m, r])) for m in METHODS}
+    best = {m: min(rates, key=lambda r: _worth(first[m, r].found)) for m in METHODS}
     more = [(m, s) for m in METHODS for s in range(1, seeds)]
     others = pool.map(measure, [Run(function, optimizer, m, best[m], noise, size, s, limit) for m, s in more])
-    every: dict[str, list[Found]] = {m: [first[m, best[m]]] for m in METHODS}
-    for (m, _), found in zip(more, others, strict=True):
-        every[m].append(found)
+    every: dict[str, list[Found]] = {m: [first[m, best[m]].found] for m in METHODS}
+    for (m, _), other in zip(more, others, strict=True):
+        every[m].append(other.found)
     middle = {m: tuple(statistics.median(f[i] for f in every[m]) for i in range(len(SHARES))) for m in METHODS}
     ours, target = middle["ours"], middle["target"]
     others_best = [min(middle[m][i] for m in METHODS if m not in ("ours", "target")) for i in range(len(SHARES))]
@@ -163,13 +187,14 @@ def _case(pool: ProcessPoolExecutor, function: str, optimizer: str, noise: float
         if math.isfinite(t) or math.isfinite(b)
     )
     told = ", ".join(f"{m} {_show(middle[m])}" for m in METHODS if m not in ("ours", "target"))
-    return Row(
+    row = Row(
         case=f"{function}, {optimizer}, {size:,} coordinates" + (f", noise {noise:g}" if noise else ""),
         target="near N true steps, behind no other",
         measured=f"{_show(ours)} at {best['ours']:g} ({told})",
         limit=f"{_show(target)} at {best['target']:g}",
         passed=None if size < 10_000 else good,
     )
+    return row, {m: first[m, best[m]].values for m in METHODS}
 
 
 def _show(found: Sequence[float]) -> str:

@@ -17,8 +17,10 @@ from benchmarks.optimizers import Problem, rounds
 from benchmarks.report import Report, Row, main
 from torch import Tensor, nn
 
+from wavetrain.files import write_text
 from wavetrain.optim.estimators import LENGTHS, NOISES
 from wavetrain.optim.process import Prior, Process, left_out_errors, typical_distance
+from wavetrain.view.chart import line_chart, stacked
 
 POINTS = (1, 2, 4, 8, 16)
 SHARE = 0.02
@@ -29,6 +31,7 @@ SIZE = 2_000
 CONDITION = 30.0
 NEAR = 0.3
 """How far known points are from the one that is asked for, as a share of its own distance from the minimum."""
+PLOT = Path(__file__).resolve().parent / "plots" / "optex_theory.svg"
 METHODS = ("ours", "paper", "large batch", "target")
 
 
@@ -96,14 +99,21 @@ def run(quick: bool) -> Report:
     """Exponents."""
     points, seeds, limit = ((1, 4), 1, 120) if quick else (POINTS, SEEDS, LIMIT)
     rows: list[Row] = []
+    charts: list[str] = []
     with ProcessPoolExecutor(2) as pool:
         for noise in (0.0,) if quick else (0.0, 0.3):
+            by_method: dict[str, list[tuple[float, float]]] = {}
             for method in METHODS:
                 cases = [(n, s) for n in points for s in range(seeds)]
                 found = list(pool.map(measure, [Run(method, n, noise, s, limit) for n, s in cases]))
                 middle = {n: statistics.median(v for (m, _), v in zip(cases, found, strict=True) if m == n) for n in points}
                 rows.append(_exponent(method, noise, middle))
+                by_method[method] = [(float(n), v) for n, v in middle.items()]
+            by_method["√N"] = [(float(n), by_method["ours"][0][1] / math.sqrt(n)) for n in points]
+            title = f"Rounds to {SHARE:.0%} by N, noise {noise:g}"
+            charts.append(line_chart(by_method, title=title, x_label="N", y_label="rounds", log_x=True, log_y=True))
     lengths = (HISTORY[0], HISTORY[-1]) if quick else HISTORY
+    by_noise: dict[str, list[tuple[float, float]]] = {}
     for noise in (0.0, 0.1, 0.5):
         errors = [statistics.fmean(estimation_error(n, noise, s) for s in range(2 if quick else 10)) for n in lengths]
         rows.append(
@@ -115,6 +125,11 @@ def run(quick: bool) -> Report:
                 passed=errors[-1] < errors[0],
             )
         )
+        by_noise[f"noise {noise:g}"] = [(float(n), e) for n, e in zip(lengths, errors, strict=True)]
+    if not quick:
+        title = "Error of the estimate by the length of the history"
+        charts.append(line_chart(by_noise, title=title, x_label="gradients", y_label="relative error", log_x=True, log_y=True))
+        write_text(PLOT, stacked(charts))
     return Report(
         name="optex_theory",
         claim="SGD needs Θ(√N) fewer rounds by the theorem; the error of estimates vanishes as the history grows.",
@@ -123,6 +138,7 @@ def run(quick: bool) -> Report:
             f"SGD at rate 0.3 on a quadratic function of {SIZE:,} coordinates and condition {CONDITION:g}; rounds to 2 % of its "
             f"start, medians of {seeds} seeds; exponent: least squares of log rounds over log N. N true steps a round: 1.",
             "Errors: of the gradient at a point, from gradients at random points around it; against the true one; 10 seeds.",
+            *(() if quick else (f"[Rounds by N, errors by history](plots/{PLOT.name})",)),
         ),
     )
 

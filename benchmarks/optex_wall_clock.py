@@ -24,10 +24,12 @@ from torch.nn.functional import cross_entropy
 
 from wavetrain.data.batches import Batches
 from wavetrain.data.tokens import open_data
+from wavetrain.files import write_text
 from wavetrain.models import GPT
 from wavetrain.optim import OptEx
 from wavetrain.runtime.launch import launch
 from wavetrain.runtime.mesh import join
+from wavetrain.view.chart import line_chart
 
 DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 RANKS = 2
@@ -37,6 +39,7 @@ LOOK_EVERY = 10
 TARGET = 0.75
 KINDS = ("OptEx", "Large batch")
 SEQ = 64
+PLOT = Path(__file__).resolve().parent / "plots" / "optex_wall_clock.svg"
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def _on_ranks(size: Size, rate: float, kind: str, until: float, most_seconds: fl
     def make(model: GPT, rate: float) -> tuple[int, Callable[[Loss], object]]:
         base = torch.optim.Adam(model.parameters(), lr=rate)
         if kind == "OptEx":
-            opt = OptEx(base, process_group=dist.group.WORLD)
+            opt = OptEx(base, process_group=dist.group.WORLD, shard_history=True)
             return RANKS, lambda loss: opt.step(loss)
 
         def go(loss: Loss) -> None:
@@ -170,8 +173,10 @@ def run(quick: bool) -> Report:
         )
         for threads in (1, 2)
     ]
+    drawn = {f"vanilla, {threads} thread{'s' if threads > 1 else ''}": vanilla[best, threads] for threads in (1, 2)}
     for kind in KINDS:
         rate, found = _quickest({rate: curves[kind, rate] for rate in rates}, wanted)
+        drawn[f"{kind}, {RANKS} ranks"] = curves[kind, rate]
         for threads in (1, 2):
             seconds = vanilla[best, threads][-1][1]
             ours = kind == "OptEx"
@@ -190,6 +195,11 @@ def run(quick: bool) -> Report:
                     else found is not None and found[1] <= TARGET * seconds,
                 )
             )
+    if not quick:
+        lines = {name: [(seconds, loss) for _, seconds, loss in curve] for name, curve in drawn.items()}
+        write_text(
+            PLOT, line_chart(lines, title="Held-out loss by seconds", x_label="seconds", y_label="loss", y_from_zero=False)
+        )
     return Report(
         name="optex_wall_clock",
         claim=f"{_streams(size)[2]}, a GPT of {size.layers} layers of width {size.hidden}, minibatches of {size.batch} x {SEQ}.",
@@ -198,6 +208,7 @@ def run(quick: bool) -> Report:
             f"Every side at the best of the rates {', '.join(f'{r:g}' for r in rates)}. Rounds are looked at every {LOOK_EVERY}.",
             "Vanilla with two threads uses as many cores as two ranks; with one, half as many. Large batch: one step a round "
             "with the mean of both ranks' gradients.",
+            *(() if quick else (f"[Loss by seconds](plots/{PLOT.name})",)),
         ),
     )
 

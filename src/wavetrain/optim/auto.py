@@ -139,8 +139,10 @@ class Auto(Play):
         self._rewind()
         drifts: list[float] = []
         accepted = 0
-        if len(good) == len(self._taken) == 1:
-            self._step_with(of._mean, math.sqrt(float(history.products[good[0], good[0]])))
+        if len(good) == len(self._taken) == 1:  # the mean itself, not rounded as the history may be
+            if of._clip_norm is not None and self.gradient_norm > of._clip_norm:
+                of._mean.mul_(of._clip_norm / self.gradient_norm)
+            self._step_with(of._mean)
             accepted = 1
         elif process is None or len(good) == 1:
             self._step(np.full(len(good), 1 / len(good)), good)

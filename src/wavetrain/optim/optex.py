@@ -104,7 +104,7 @@ class OptEx(Optimizer):
         threads: int | None = None,
         shard_group: dist.ProcessGroup | None = None,
         held_elsewhere: Iterable[Tensor] = (),
-        distance_coordinates: int | None = 65_536,
+        distance_coordinates: int | None = 32_768,
         history_dtype: torch.dtype | None = None,
         moving_losses: bool = False,
         clip_norm: float | None = None,
@@ -226,14 +226,14 @@ class OptEx(Optimizer):
             self._shards,
             flat.num_counted,
         )
-        start, work, mean = flat.empty(), flat.empty(), flat.empty()
+        start, work, mean, summed = (flat.empty() for _ in range(4))
         proposed = None
         if sampled is not None or flat.num_counted < flat.num_coordinates:
             proposed = start.new_empty(self.parallel, flat.num_coordinates)
         self._flat, self._threads, self._history = flat, threads, history
         self._whole = whole
         """All parameters that are trained; of those in ``_flat``, this rank keeps the history."""
-        self._start, self._work, self._mean = start, work, mean
+        self._start, self._work, self._mean, self._sum = start, work, mean, summed
         self._gradient, self._whole_start = (work, start) if whole is flat else (whole.empty(), whole.empty())
         self._proposed: Tensor | None = proposed
         """The points of a round (N, d), where the history does not keep all of their coordinates."""
@@ -318,7 +318,7 @@ class OptEx(Optimizer):
 
     def held_bytes(self) -> int:
         """Bytes kept between rounds, beside the parameters and the inner optimizer's own state."""
-        tensors = [self._history.gradients, self._history.points, self._start, self._work, self._mean]
+        tensors = [self._history.gradients, self._history.points, self._start, self._work, self._mean, self._sum]
         if self._proposed is not None:
             tensors.append(self._proposed)
         if self._whole is not self._flat:

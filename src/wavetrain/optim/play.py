@@ -36,6 +36,8 @@ class Play(ABC):
         self.of, self.closure, self.seed = of, closure, seed
         self._taken: list[int] = []
         self._moved = False
+        self._summed: tuple[bytes, tuple[int, ...], int] | None = None
+        """What the optimizer's ``_sum`` holds: weights, of which rows, and that it has not been written to since."""
         self.flat, self.whole, self.history = of._flat, of._whole, of._history
         self.estimate_seconds = self.evaluate_seconds = self.step_seconds = 0.0
         self.has: tuple[bool, ...] = ()
@@ -176,25 +178,31 @@ class Play(ABC):
         self.step_seconds += time.perf_counter() - begin
 
     def _step(self, found: Floats | None, rows: Sequence[int], most: float = math.inf) -> None:
-        """A step of the inner optimizer with a sum of kept gradients, scaled down to the norm ``most`` if it is above."""
+        """A step of the inner optimizer with a sum of kept gradients, scaled down to the norm ``most`` if it is above.
+
+        What was summed up for the step before is used again if it is the same, as it is where predictions do not depend on the
+        point.
+        """
         assert found is not None
+        of = self.of
         begin = time.perf_counter()
         inner = self.history.products[np.ix_(rows, rows)]
         norm = math.sqrt(max(0.0, float(found @ inner @ found)))
+        most = min(most, math.inf if of._clip_norm is None else of._clip_norm)
         if norm > most:
-            found, norm = found * (most / norm), most
-        gradient = self.history.combine(found, rows, self.of._work)
+            found = found * (most / norm)
+        asked = (found.tobytes(), tuple(rows))
+        if self._summed != (*asked, of._sum._version):  # a hook of the optimizer may have written to it
+            self.history.combine(found, rows, of._sum)
+            self._summed = (*asked, of._sum._version)
         self.estimate_seconds += time.perf_counter() - begin
-        self._step_with(gradient, norm)
+        self._step_with(of._sum)
 
-    def _step_with(self, gradient: Tensor, norm: float) -> None:
-        """A step of the inner optimizer with a gradient (d,) of this norm, which may be scaled down in place."""
-        of = self.of
+    def _step_with(self, gradient: Tensor) -> None:
+        """A step of the inner optimizer with a gradient (d,)."""
         begin = time.perf_counter()
-        if of._clip_norm is not None and norm > of._clip_norm:
-            gradient.mul_(of._clip_norm / norm)
-        self.flat.lend_gradients(gradient, self.has or of._has)
-        of.base.step()
+        self.flat.lend_gradients(gradient, self.has or self.of._has)
+        self.of.base.step()
         self.step_seconds += time.perf_counter() - begin
 
     def _compare(
