@@ -192,7 +192,7 @@ class Play(ABC):
         if norm > most:
             found = found * (most / norm)
         asked = (found.tobytes(), tuple(rows))
-        if self._summed != (*asked, of._sum._version):  # a hook of the optimizer may have written to it
+        if self._summed != (*asked, of._sum._version) or of.base._optimizer_step_pre_hooks:  # which may have written to it
             self.history.combine(found, rows, of._sum)
             self._summed = (*asked, of._sum._version)
         self.estimate_seconds += time.perf_counter() - begin
