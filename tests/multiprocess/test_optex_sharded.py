@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.optim.problems import OPTIMIZERS, Task, flat, network
-from wavetrain.errors import CheckpointError, InputError, RuntimeFailure
+from wavetrain.errors import CheckpointError, DivergedError, InputError, RuntimeFailure
 from wavetrain.optim import OptEx
 from wavetrain.runtime.launch import launch
 
@@ -130,18 +130,77 @@ def test_a_round_that_fails_is_rolled_back_everywhere() -> None:
     assert after[0] == after[1]
 
 
-def refused() -> list[str]:
+def odd_parts() -> list[Any]:
+    """More ranks than parameters, one that is frozen for a while, one that is put before the others."""
     dist.init_process_group("gloo")
-    x, told = torch.nn.Parameter(torch.ones(3)), []
-    for how in ({"process_group": dist.group.WORLD}, {"parallel": 2}):
-        try:
-            OptEx(torch.optim.SGD([x], lr=0.1), shard_history=True, **how)
-        except InputError as error:
-            told.append(str(error))
-    return told
+    x = torch.nn.Parameter(torch.linspace(-1, 1, 40))
+    opt = OptEx(torch.optim.Adam([x], lr=0.1), process_group=dist.group.WORLD, shard_history=True)
+    for _ in range(6):
+        opt.step(lambda: x.square().sum())
+    found = [everywhere([float(v) for v in x])]
+    opt, task = made(shard_history=True)
+    first = next(task.model.parameters())
+    for r in range(9):
+        first.requires_grad_(not 3 <= r < 6)
+        play(opt, task, range(r, r + 1))
+        found.append(everywhere([float(v) for v in flat(task.model)]))
+    new = torch.nn.Parameter(torch.ones(7))
+    opt.base.param_groups[0]["params"].insert(0, new)
+    kept = set(opt.base.state)
+    opt.step(lambda i: task.loss(i) + new.square().sum())
+    found.append(everywhere([float(v) for v in new]))
+    assert kept <= set(opt.base.state), "what was learnt of parameters stays where it was"
+    return found
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
-    few, alone = launch(refused, ranks=2)
-    assert "deals 1 trained parameters to 2 ranks" in few
-    assert "ranks of process_group" in alone
+def test_parts_may_be_empty_and_stay_where_they_are() -> None:
+    found = launch(odd_parts, ranks=2)
+    assert all(one[0] == one[1] for one in found)
+    assert sum(v * v for v in found[0][0]) < 10
+    assert found[4][0] != found[5][0], "the others are trained while one is frozen"
+
+
+def differing(what: str) -> list[str]:
+    dist.init_process_group("gloo")
+    opt, task = made(shard_history=what != "whole")
+    play(opt, task, range(2))
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, opt.base.state_dict())
+    try:
+        if what == "state":
+            opt.load_state_dict(states[1 - dist.get_rank()])
+        elif dist.get_rank() == 1:
+            opt.param_groups[0]["lr"] *= 0.5
+        play(opt, task, range(2, 3))
+    except (RuntimeFailure, CheckpointError) as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("rate", "rates"), ("whole", "rates"), ("state", "nothing of the parameters that this rank keeps")]
+)
+def test_ranks_that_differ_are_told(what: str, told: str) -> None:
+    assert told in launch(differing, ranks=2, args=(what,))[0]
+
+
+def no_numbers() -> str:
+    dist.init_process_group("gloo")
+    opt, task = made(shard_history=True)
+    play(opt, task, range(2))
+    with torch.no_grad():
+        next(task.model.parameters()).fill_(torch.nan)
+    try:
+        play(opt, task, range(2, 3))
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_are_no_numbers_have_diverged() -> None:
+    assert "is a number" in launch(no_numbers, ranks=2)
+
+
+def test_only_ranks_share_a_history() -> None:
+    with pytest.raises(InputError, match="ranks of process_group"):
+        OptEx(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1), parallel=2, shard_history=True)

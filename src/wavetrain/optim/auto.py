@@ -28,7 +28,7 @@ NEAR: Final = 0.75
 LEFT: Final = 0.5
 """What may be left of a rise of the loss after the next true step, as a share of what a step at the start would gain."""
 EXPLODED: Final = 1e3
-"""Times the squared gradient at the start: points beyond are of no use."""
+"""Times the squared gradient at the start, or the usual one: points beyond are of no use."""
 
 
 class Auto(Play):
@@ -132,13 +132,14 @@ class Auto(Play):
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
         """Steps from the start, as far as evaluated points are near: how many, and how near.
 
-        None is made with a gradient larger than the true one at the start: those of points that overshot are, and optimizers
-        that remember the size of gradients (Adam for a thousand steps) would be slow for all that time.
+        None is made with a larger gradient than the one at the start, as it was evaluated or as it is estimated: those of points
+        that overshot are larger, and optimizers that remember the size of gradients (Adam for a thousand steps) would be slow
+        for all that time.
         """
         of, flat, history = self.of, self.flat, self.history
         self._rewind()
         drifts: list[float] = []
-        accepted = 0
+        accepted, most = 0, math.inf
         if len(good) == len(self._taken) == 1:  # the mean itself, not rounded as the history may be
             if of._clip_norm is not None and self.gradient_norm > of._clip_norm:
                 of._mean.mul_(of._clip_norm / self.gradient_norm)
@@ -158,7 +159,8 @@ class Auto(Play):
                         break
                 found = process.weights(squares[history.rows])
                 self.estimate_seconds += time.perf_counter() - begin
-                self._step(found, history.rows, self.gradient_norm)
+                norm = self._step(found, history.rows, most)
+                most = min(most, max(norm, self.gradient_norm))
                 accepted += 1
         flat.forget_gradients()
         return accepted, tuple(drifts)
@@ -218,8 +220,9 @@ class Auto(Play):
 
     def _sane(self, good: list[int]) -> list[int]:
         """The points of a round up to the first where the way has exploded; the others are forgotten."""
-        sizes = self.history.products[good, good]
-        wild = np.flatnonzero(~(sizes <= EXPLODED * sizes[0]))
+        products = self.history.products
+        sizes, usual = products[good, good], float(np.median(products[self.history.rows, self.history.rows]))
+        wild = np.flatnonzero(~(sizes <= EXPLODED * max(float(sizes[0]), usual)))
         if not len(wild):
             return good
         self.history.forget(good[int(wild[0]) :])

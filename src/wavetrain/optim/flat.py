@@ -18,7 +18,7 @@ class Flat:
         groups: ``param_groups`` of a torch optimizer.
         held_elsewhere: those that other ranks count: they come last.
         owners: of parameters, by their ``id``, the rank that keeps their history: in the order of ranks, then.
-        rank: only the parameters of this owner.
+        rank: only the parameters of this owner, if any.
 
     Raises:
         InputError: none is trained, or they are of several devices or types.
@@ -34,9 +34,9 @@ class Flat:
         self._elsewhere = {id(p) for p in held_elsewhere}
         self._owners, self._rank = owners or {}, rank
         self.parameters: list[Tensor] = self._trained(groups)
-        if not self.parameters:
+        kinds = {(p.device, p.dtype) for group in groups for p in group["params"] if p.requires_grad}
+        if not kinds:
             raise InputError("the optimizer holds no parameter that requires a gradient")
-        kinds = {(p.device, p.dtype) for p in self.parameters}
         if len(kinds) > 1:
             named = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
             raise InputError(f"OptEx takes parameters of one type on one device; these are {named}")

@@ -17,6 +17,7 @@ round is one step with a batch N times larger. A round that led astray is taken 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, overload
@@ -207,6 +208,8 @@ class OptEx(Optimizer):
         threads: Threads | None = None
         if isinstance(self._team, Dealt):
             flat, whole = self._team.deal(self.base.param_groups)
+            for p in [p for p in self.base.state if not self._team.keeps(p)]:
+                del self.base.state[p]
         else:
             flat = whole = Flat(self.base.param_groups, self._elsewhere)
         if self.model is not None:
@@ -272,7 +275,7 @@ class OptEx(Optimizer):
         if not self._whole.same(self.base.param_groups):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
-        seed = self._team.agree((*self._whole.checksum(), self._round, self._pace.num_points), seed)
+        seed = self._team.agree(self._agreed(), seed)
         if self.model is not None and self._threads is None:
             call = partial(_with_model, call, self.model)
         play = (Paper if self.mode == "paper" else Auto)(self, call, seed)
@@ -286,6 +289,12 @@ class OptEx(Optimizer):
         self._round += 1
         self.stats.add(found)
         return found.loss
+
+    def _agreed(self) -> tuple[float, ...]:
+        """Numbers that are the same on all ranks of a process group, unless something is wrong."""
+        groups = [{k: _number(v) for k, v in group.items() if k != "params"} for group in self.base.param_groups]
+        known = (groups, self._history.rows, self._num_newest, self._whole.num_coordinates, self._round, self._pace.num_points)
+        return (*self._whole.checksum(), float(zlib.crc32(repr(known).encode())))
 
     def later(self, closure: Callable[[], Any]) -> None:
         """Keep the loss of a minibatch for the next ``step()`` without arguments.
@@ -391,6 +400,8 @@ class OptEx(Optimizer):
         saved = None if own is None else own.get("history")
         if own is not None:
             self._check(own, saved)
+        elif isinstance(self._team, Dealt):
+            self._check_part(state_dict, self._team)
         self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "optex"})
         self._forget()
         if own is None:
@@ -411,6 +422,16 @@ class OptEx(Optimizer):
     def _dealt(self) -> list[int] | None:
         """With ``shard_history``, whose state this is: a rank, and of how many."""
         return [self._team.rank, self.parallel] if isinstance(self._team, Dealt) else None
+
+    def _check_part(self, state_dict: Mapping[str, Any], team: Dealt) -> None:
+        """Whether an inner optimizer's state may be that of a rank's part, or of all."""
+        kept = set(state_dict.get("state", ()))
+        mine = {i for i, p in enumerate(p for group in self.base.param_groups for p in group["params"]) if team.keeps(p)}
+        if kept and mine and not kept & mine:
+            raise CheckpointError(
+                "the state holds nothing of the parameters that this rank keeps: with shard_history every rank saves and loads "
+                "its own"
+            )
 
     def _check(self, own: dict[str, Any], saved: dict[str, Any] | None) -> None:
         """Whether what was saved can be loaded here."""
@@ -455,6 +476,15 @@ class OptEx(Optimizer):
                     f"the saved history is of another optimizer: {name} {there[name]}, here {value}; use the same parameters, "
                     "mode, parallel, history and distance_coordinates, or save with state_dict(history=False)"
                 )
+
+
+def _number(value: Any) -> Any:
+    """A rate, or another setting of a group, if it is a number or several; None of anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, tuple | list):
+        return [_number(one) for one in value]
+    return value if isinstance(value, bool | int | float) else None
 
 
 def _whose(dealt: Sequence[int] | None) -> str:

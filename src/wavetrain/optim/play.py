@@ -36,8 +36,8 @@ class Play(ABC):
         self.of, self.closure, self.seed = of, closure, seed
         self._taken: list[int] = []
         self._moved = False
-        self._summed: tuple[bytes, tuple[int, ...], int] | None = None
-        """What the optimizer's ``_sum`` holds: weights, of which rows, and that it has not been written to since."""
+        self._summed: tuple[bytes, tuple[int, ...], float, float] | None = None
+        """What the optimizer's ``_sum`` holds: weights, of which rows, and its :meth:`_print`."""
         self.flat, self.whole, self.history = of._flat, of._whole, of._history
         self.estimate_seconds = self.evaluate_seconds = self.step_seconds = 0.0
         self.has: tuple[bool, ...] = ()
@@ -177,26 +177,37 @@ class Play(ABC):
         self.of._fork.restore()
         self.step_seconds += time.perf_counter() - begin
 
-    def _step(self, found: Floats | None, rows: Sequence[int], most: float = math.inf) -> None:
+    def _step(self, found: Floats | None, rows: Sequence[int], most: float = math.inf) -> float:
         """A step of the inner optimizer with a sum of kept gradients, scaled down to the norm ``most`` if it is above.
 
         What was summed up for the step before is used again if it is the same, as it is where predictions do not depend on the
-        point.
+        point, and if nobody has written to it since, as optimizers and their hooks may.
+
+        Returns:
+            The norm of the sum, before it was scaled.
         """
         assert found is not None
         of = self.of
         begin = time.perf_counter()
-        inner = self.history.products[np.ix_(rows, rows)]
-        norm = math.sqrt(max(0.0, float(found @ inner @ found)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(found @ self.history.products[np.ix_(rows, rows)] @ found)
+        norm = math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
         most = min(most, math.inf if of._clip_norm is None else of._clip_norm)
-        if norm > most:
-            found = found * (most / norm)
-        asked = (found.tobytes(), tuple(rows))
-        if self._summed != (*asked, of._sum._version) or of.base._optimizer_step_pre_hooks:  # which may have written to it
-            self.history.combine(found, rows, of._sum)
-            self._summed = (*asked, of._sum._version)
+        scale = most / norm if most < norm < math.inf else 1.0
+        asked = ((found * scale).tobytes(), tuple(rows))
+        if self._summed is None or self._summed != (*asked, *self._print()):
+            self.history.combine(found * scale, rows, of._sum)
+            if norm == math.inf > most:  # squares of gradients are more than float32 holds
+                of._sum.mul_(most / max(float(of._sum.double().norm()), most))
+            self._summed = (*asked, *self._print())
         self.estimate_seconds += time.perf_counter() - begin
         self._step_with(of._sum)
+        return norm
+
+    def _print(self) -> tuple[float, float]:
+        """Two numbers that change when the sum is written to."""
+        summed = self.of._sum
+        return float(summed @ summed), float(summed @ self.of._start)
 
     def _step_with(self, gradient: Tensor) -> None:
         """A step of the inner optimizer with a gradient (d,)."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wavetrain.errors import InputError, RuntimeFailure
+from wavetrain.errors import RuntimeFailure
 from wavetrain.optim.flat import Flat
 
 Floats = NDArray[np.float64]
@@ -107,11 +107,12 @@ class Group:
         mine = torch.tensor([*numbers, float(seed)], dtype=torch.float64, device=self._device)
         found = [torch.empty_like(mine) for _ in range(self.size or 1)]
         dist.all_gather(found, mine, group=self._group)
-        odd = [i for i, one in enumerate(found) if not torch.equal(one[:-1], found[0][:-1])]
+        bits = [one[:-1].view(torch.int64) for one in found]  # what is no number is the same as itself
+        odd = [i for i, one in enumerate(bits) if not torch.equal(one, bits[0])]
         if odd:
             raise RuntimeFailure(
-                f"ranks disagree: parameters, round or number of points of rank {', '.join(map(str, odd))} differ from rank 0's; "
-                "start all ranks from the same weights and call step() the same number of times on each"
+                f"ranks disagree: parameters, rates, round or history of rank {', '.join(map(str, odd))} differ from rank 0's; "
+                "start all ranks from the same weights and states, and call step(), and a scheduler's, equally often on each"
             )
         return int(found[0][-1])
 
@@ -149,30 +150,37 @@ class Dealt(Group):
     the parameters; (N − 1)/N · d numbers each, in and out of every rank.
     """
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._owners: dict[Tensor, int] = {}
+        self._parts: list[int] = []
+        """Coordinates of each rank's part."""
+        self._own = slice(0)
+        """Of the parameters, this rank's."""
+
     def deal(self, groups: Sequence[dict[str, Any]]) -> tuple[Flat, Flat]:
-        """Parameters to ranks: in their order, each to the rank with the least so far; frozen ones as well, so that they stay
-        where they are when they are trained again.
+        """Parameters to ranks: each to the one with the least so far, those that are trained first. Who has one keeps it, so that
+        the inner optimizer's state is where it is needed.
 
         Returns:
-            This rank's, and all.
+            The parameters of this rank, and all.
         """
-        size = self.size or 1
-        load, owners = [0] * size, {}
-        for p in (p for group in groups for p in group["params"]):
-            owners[id(p)] = load.index(min(load))
-            load[owners[id(p)]] += p.numel()
+        size, every = self.size or 1, [p for group in groups for p in group["params"]]
+        self._owners = {p: self._owners[p] for p in every if p in self._owners}
+        load = [sum(p.numel() for p, owner in self._owners.items() if owner == rank) for rank in range(size)]
+        for p in sorted((p for p in every if p not in self._owners), key=lambda p: not p.requires_grad):
+            self._owners[p] = load.index(min(load))
+            load[self._owners[p]] += p.numel()
+        owners = {id(p): rank for p, rank in self._owners.items()}
         whole = Flat(groups, owners=owners)
         parts = [[p for p in whole.parameters if owners[id(p)] == rank] for rank in range(size)]
-        if not all(parts):
-            raise InputError(
-                f"shard_history deals {len(whole.parameters)} trained parameters to {size} ranks, and one would get none; "
-                "leave it out"
-            )
         self._parts = [sum(p.numel() for p in part) for part in parts]
-        """Coordinates of each rank's part."""
         self._own = slice(sum(map(len, parts[: self.rank])), sum(map(len, parts[: self.rank + 1])))
-        """Of the parameters, this rank's."""
         return Flat(groups, owners=owners, rank=self.rank), whole
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether its history and state are this rank's."""
+        return self._owners.get(parameter) == self.rank
 
     def place(self, points: Sequence[Tensor], whole: Flat) -> None:
         """Every rank sends its part of the others' points."""
