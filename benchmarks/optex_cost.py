@@ -92,23 +92,24 @@ def _million(quick: bool, batch: int) -> Row:
 
 
 def _estimate_seconds(size: int, history: int, repeats: int) -> float:
-    """Of what a round does with the history: N distances, N − 1 predictions, the new inner products, N replays."""
-    kept = History(history, size, torch.device("cpu"), torch.float32, torch.arange(0, size, max(1, size // 32_768)))
-    kept.rows = list(range(history - PARALLEL))
+    """Of what a round does with ``history`` known pairs: N distances, N − 1 predictions, the new inner products, N replays."""
+    sampled = torch.arange(0, size, max(1, size // 32_768))
+    kept = History(history + PARALLEL, size, torch.device("cpu"), torch.float32, sampled)
+    kept.rows = list(range(history))
     point, out = torch.randn(size), torch.empty(size)
-    weights = torch.randn(len(kept.rows)).double().numpy()
+    weights = torch.randn(history).double().numpy()
     seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        new = list(range(history - PARALLEL, history))
+        new = list(range(history, history + PARALLEL))
         for row in new:
             kept.put(row, point, kept.squares_to(point))
             kept.combine(weights, kept.rows, out)
         kept.close(new)
         for _ in new:
             kept.squares_to(point)
-            kept.combine(weights, kept.rows[: len(weights)], out)
-        kept.rows = kept.rows[: history - PARALLEL]
+            kept.combine(weights, kept.rows[:history], out)
+        kept.rows = kept.rows[:history]
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 

@@ -96,9 +96,18 @@ def _train(
             with torch.no_grad():
                 found = sum(float(cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in looked_at) / len(looked_at)
             curve.append((step, seconds, found if math.isfinite(found) else math.inf))
-            if (until is not None and found <= until) or seconds > most_seconds:
+            if _anywhere((until is not None and found <= until) or seconds > most_seconds):
                 break
     return curve
+
+
+def _anywhere(one: bool) -> bool:
+    """Whether it is so on any rank: their clocks differ, and all end together."""
+    if not dist.is_initialized():
+        return one
+    flag = torch.tensor(float(one))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _vanilla(size: Size, rate: float, threads: int) -> Curve:
