@@ -195,10 +195,13 @@ class Play(ABC):
         most = min(most, math.inf if of._clip_norm is None else of._clip_norm)
         scale = most / norm if most < norm < math.inf else 1.0
         asked = ((found * scale).tobytes(), tuple(rows))
-        if self._summed is None or self._summed != (*asked, *self._print()):
+        too_large = norm == math.inf > most  # their squares are more than float32 holds
+        if too_large or self._summed is None or self._summed != (*asked, *self._print()):
             self.history.combine(found * scale, rows, of._sum)
-            if norm == math.inf > most:  # squares of gradients are more than float32 holds
-                of._sum.mul_(most / max(float(of._sum.double().norm()), most))
+            if too_large:
+                counted = of._sum[: self.flat.num_counted].double()
+                whole = math.sqrt(of._shards.total(np.array([float(counted @ counted)]))[0])
+                of._sum.mul_(most / max(whole, most))
             self._summed = (*asked, *self._print())
         self.estimate_seconds += time.perf_counter() - begin
         self._step_with(of._sum)

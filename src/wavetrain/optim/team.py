@@ -29,10 +29,6 @@ class Team(Protocol):
     size: int | None
     """Minibatches of a round, where the team decides; None where the user does."""
 
-    def mine(self, index: int) -> bool:
-        """Whether this process evaluates minibatch ``index``."""
-        ...
-
     def agree(self, numbers: tuple[float, ...], seed: int) -> int:
         """Check that all are at the same point; the seed of the round, the same for all.
 
@@ -67,10 +63,6 @@ class Alone:
 
     size: int | None = None
 
-    def mine(self, index: int) -> bool:
-        """Every one."""
-        return index >= 0
-
     def agree(self, numbers: tuple[float, ...], seed: int) -> int:
         """With oneself."""
         return seed
@@ -90,10 +82,6 @@ class Group:
         self._device = device
         self.size: int | None = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-
-    def mine(self, index: int) -> bool:
-        """The one with this rank's number."""
-        return index == self.rank
 
     def place(self, points: Sequence[Tensor], whole: Flat) -> None:
         """Bring the parameters to the point, of all ranks' (d,), that this rank evaluates its minibatch at."""
