@@ -18,7 +18,7 @@ round is one step with a batch N times larger. A round that led astray is taken 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, Literal, overload
 
@@ -27,18 +27,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from wavetrain.errors import CheckpointError, InputError, UnknownNameError
+from wavetrain.errors import InputError, UnknownNameError
 from wavetrain.optim.auto import Auto
 from wavetrain.optim.before import Before
 from wavetrain.optim.estimators import Judge
 from wavetrain.optim.evaluation import Closure, with_index
 from wavetrain.optim.flat import Flat
 from wavetrain.optim.fork import Fork
-from wavetrain.optim.history import NAMES, History
+from wavetrain.optim.history import History
 from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
+from wavetrain.optim.saved import check_history, check_names, check_owner, check_part, check_version
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
@@ -399,9 +400,12 @@ class OptEx(Optimizer):
         own = state_dict.get("optex")
         saved = None if own is None else own.get("history")
         if own is not None:
-            self._check(own, saved)
+            self._check(own)
         elif isinstance(self._team, Dealt):
-            self._check_part(state_dict, self._team)
+            kept = {
+                i for i, p in enumerate(p for group in self.base.param_groups for p in group["params"]) if self._team.keeps(p)
+            }
+            check_part(state_dict, kept)
         self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "optex"})
         self._forget()
         if own is None:
@@ -418,64 +422,20 @@ class OptEx(Optimizer):
                 self._before = Before(self._flat.empty(), Fork(self.base), 0, 0)
                 self._before.load_state_dict(own["before"])
 
+    def _check(self, own: dict[str, Any]) -> None:
+        """Whether what was saved can be loaded here."""
+        saved, history = own.get("history"), self._history
+        check_names(own)
+        check_owner(own.get("dealt"), self._dealt)
+        check_version(own, {"pace": self._pace.state_dict()} | ({} if saved is None else {"judge": self._judge.state_dict()}))
+        if saved is not None:
+            shapes = {name: tuple(getattr(history, name).shape) for name in ("gradients", "points")}
+            check_history(own, {"mode": self.mode, "parallel": self.parallel, **shapes})
+
     @property
     def _dealt(self) -> list[int] | None:
         """With ``shard_history``, whose state this is: a rank, and of how many."""
         return [self._team.rank, self.parallel] if isinstance(self._team, Dealt) else None
-
-    def _check_part(self, state_dict: Mapping[str, Any], team: Dealt) -> None:
-        """Whether an inner optimizer's state may be that of a rank's part, or of all."""
-        kept = set(state_dict.get("state", ()))
-        mine = {i for i, p in enumerate(p for group in self.base.param_groups for p in group["params"]) if team.keeps(p)}
-        if kept and mine and not kept & mine:
-            raise CheckpointError(
-                "the state holds nothing of the parameters that this rank keeps: with shard_history every rank saves and loads "
-                "its own"
-            )
-
-    def _check(self, own: dict[str, Any], saved: dict[str, Any] | None) -> None:
-        """Whether what was saved can be loaded here."""
-        missing = {"mode", "parallel", "round", "has", "pace", "judge", "num_newest"} - set(own)
-        if missing:
-            raise CheckpointError(f"the saved state of OptEx lacks {', '.join(sorted(missing))}")
-        if own.get("dealt") != self._dealt:
-            raise CheckpointError(
-                f"the saved state of OptEx is {_whose(own.get('dealt'))}, here it would be {_whose(self._dealt)}: with "
-                "shard_history every rank saves and loads its own, among as many ranks"
-            )
-        known = {"pace": self._pace.state_dict()} | ({} if saved is None else {"judge": self._judge.state_dict()})
-        odd = _unlike(own, known)
-        if odd:
-            raise CheckpointError(
-                f"the saved state of OptEx is of another version: {', '.join(odd)} lacking or of another size; load it without "
-                "its 'optex', as the state of the inner optimizer alone"
-            )
-        if saved is None:
-            return
-        missing = (set(NAMES) - set(saved)) | ({"before"} - set(own))
-        before = own.get("before")
-        if before is not None:
-            missing |= {f"before.{name}" for name in ("start", "fork", "counts") if name not in before}
-        if missing:
-            raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
-        here = {
-            "mode": self.mode,
-            "parallel": self.parallel,
-            "gradients": tuple(self._history.gradients.shape),
-            "points": tuple(self._history.points.shape),
-        }
-        there = {
-            "mode": own["mode"],
-            "parallel": own["parallel"],
-            "gradients": tuple(saved["gradients"].shape),
-            "points": tuple(saved["points"].shape),
-        }
-        for name, value in here.items():
-            if there[name] != value:
-                raise CheckpointError(
-                    f"the saved history is of another optimizer: {name} {there[name]}, here {value}; use the same parameters, "
-                    "mode, parallel, history and distance_coordinates, or save with state_dict(history=False)"
-                )
 
 
 def _number(value: Any) -> Any:
@@ -485,22 +445,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_number(one) for one in value]
     return value if isinstance(value, bool | int | float) else None
-
-
-def _whose(dealt: Sequence[int] | None) -> str:
-    return "the whole" if dealt is None else f"that of rank {dealt[0]} of {dealt[1]}"
-
-
-def _unlike(saved: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Names in ``known`` that ``saved`` lacks, or whose tensors have other shapes there."""
-    found: list[str] = []
-    for name, value in known.items():
-        other: Any = saved.get(name)
-        if isinstance(value, Mapping) and isinstance(other, Mapping):
-            found += [f"{name}.{inner}" for inner in _unlike(other, value)]
-        elif name not in saved or getattr(value, "shape", None) != getattr(other, "shape", None):
-            found.append(name)
-    return found
 
 
 def _with_model(closure: Callable[..., Any], model: nn.Module, index: int) -> Any:
