@@ -44,7 +44,9 @@ def over_ranks(name: str, mode: str) -> tuple[list[list[float]], list[int], list
     return everywhere([float(v) for v in flat(task.model)]), [one.num_accepted for one in opt.stats], kept
 
 
-@pytest.mark.parametrize(("name", "mode"), [("adam", "auto"), ("sgd", "auto"), ("adamw fused", "auto"), ("adam", "paper")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("adam", "auto"), ("sgd", "auto"), ("adamw fused", "auto"), ("adagrad", "auto"), ("adam", "paper")]
+)
 def test_steps_are_those_of_one_process(name: str, mode: str) -> None:
     found, accepted, kept = launch(over_ranks, ranks=2, args=(name, mode))
     model = network()
