@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from wavetrain.optim.before import MOST_TRIES, Before
-from wavetrain.optim.estimators import weights
+from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
@@ -27,6 +28,10 @@ NEAR: Final = 0.75
 """A replayed step is taken while an evaluated point is within this share of the way from the round's start."""
 LEFT: Final = 0.5
 """What may be left of a rise of the loss after the next true step, as a share of what a step at the start would gain."""
+COASTS: Final = 0.5
+"""The share of its last step that an optimizer repeats, from which the quadratic model is used."""
+GROWN: Final = 2.0
+"""Times the gradient at the start: where the model of a quadratic function says that gradients grow beyond, it is not believed."""
 EXPLODED: Final = 1e3
 """Times the squared gradient at the start, or the usual one: points beyond are of no use."""
 
@@ -38,14 +43,16 @@ class Auto(Play):
         of, history = self.of, self.history
         num_points = of._pace.num_points
         new = self._taken = history.take_rows(num_points)
-        known, newest = list(history.rows), of._num_newest
         begin = time.perf_counter()
-        process, name = of._judge.process(history), of._judge.best
-        told = name if name != "gp" or process is None else str(of._judge.prior)
+        bends = self._coasts
+        before, name = of._judge.models(history, of._num_newest, bends=bends), of._judge.best(bends=bends)
+        told = name if name != "gp" or before.process is None else str(of._judge.prior)
+        alongs: list[Floats | None] = []
         self.estimate_seconds += time.perf_counter() - begin
 
-        def predict(squares: Floats) -> Floats | None:
-            return weights(name, process, history, known, newest, squares[known]) if known else None
+        def predict(point: Tensor, squares: Floats) -> Floats | None:
+            alongs.append(before.along(point))
+            return before.weights(name, squares, alongs[-1]) if before.rows else None
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
@@ -54,7 +61,7 @@ class Auto(Play):
         if self._may_take_back and of._pace.astray(self._sign * losses[0]):
             return self._take_back(losses)
         with np.errstate(over="ignore", invalid="ignore"):  # of a way that has exploded; what is no number is not believed
-            found = self._learn(losses, good, predicted, known, process, newest, told)
+            found = self._learn(losses, good, predicted, before, alongs, told)
         self._remember(good[0], found.num_accepted)
         return found
 
@@ -63,6 +70,13 @@ class Auto(Play):
         """Not with one minibatch a round, which is the inner optimizer and nothing else, nor where a scaler does it."""
         before = self.of._before
         return before is not None and before.num_tries < MOST_TRIES and self.of.parallel > 1 and self.of._scaler is None
+
+    @property
+    def _coasts(self) -> bool:
+        """Whether the inner optimizer has momentum: then the way ahead is mostly decided by the past, and a gradient that is
+        wrong across a valley does no more harm than the next can mend. Without, steps go as far across as the gradient says.
+        """
+        return all(_momentum(group) >= COASTS for group in self.of.param_groups)
 
     @property
     def _sign(self) -> float:
@@ -89,7 +103,7 @@ class Auto(Play):
         self.step_seconds += time.perf_counter() - begin
         made = before.row in history.rows
         if made:
-            process = of._judge.process(history)
+            process = of._judge.models(history, of._num_newest, bends=False).process
             rows = [before.row] if process is None else history.rows
             found = np.ones(1) if process is None else process.weights(history.squares[before.row, rows])
             self._step(before.shorter * found, rows)
@@ -102,13 +116,12 @@ class Auto(Play):
         losses: list[float],
         good: list[int],
         predicted: Sequence[Floats | None],
-        known: Sequence[int],
-        process: Process | None,
-        newest: int,
+        before: Models,
+        alongs: Sequence[Floats | None],
         told: str,
     ) -> Round:
         """The second half of a round: what the gradients say, and the steps that are made with them."""
-        of, history = self.of, self.history
+        of, history, known = self.of, self.history, before.rows
         begin = time.perf_counter()
         history.close(good)
         good = self._sane(good)
@@ -118,16 +131,43 @@ class Auto(Play):
         curvature = self._curvature(slopes, predicted, known, good)
         if curvature is not None:
             of._judge.feel(curvature)
-        of._pace.see(of._judge.hear(history, known, process, newest, good))
-        process = of._judge.process(history) if known else None
+        off = of._judge.hear(before, alongs, good)
+        of._pace.see(off)
         of._num_newest = len(good)
+        after = of._judge.models(history, len(good), bends=before.bends) if known else None
         self.estimate_seconds += time.perf_counter() - begin
+        heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
+        if after is not None and after.quadratic is not None and len(good) > 1 and (of._judge.bends or not off):
+            of._pace.trust(tested=bool(off))
+            accepted = self._bend(after)
+            of._pace.hear(len(self._taken), heard)
+            return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
+        process = None if after is None else after.process
         accepted, drifts = self._replay(good, process)
         sign = self._sign
         if known and accepted < len(good):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
-        of._pace.hear(accepted, [sign * loss for loss in losses if math.isfinite(loss)])
+        of._pace.hear(accepted, heard)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
+
+    def _bend(self, models: Models) -> int:
+        """Steps from the start with what the quadratic model says of the gradient; how many."""
+        of, flat = self.of, self.flat
+        self._rewind()
+        most, count = math.inf, 0
+        while count < of._pace.num_trusted:
+            begin = time.perf_counter()
+            along = models.along(flat.read(of._work))
+            found = models.weights("quadratic", self.history.squares[0], along)
+            size = self._norm(found, models.rows)
+            self.estimate_seconds += time.perf_counter() - begin
+            if not size <= GROWN * most:
+                break
+            most = min(most, size)
+            self._step(found, models.rows)
+            count += 1
+        flat.forget_gradients()
+        return count
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
         """Steps from the start, as far as evaluated points are near: how many, and how near.
@@ -247,10 +287,7 @@ class Auto(Play):
         count = self.flat.num_counted
         found = np.zeros((len(good) - 1, 2))
         for at in range(len(good) - 1):
-            if of._proposed is None:
-                begin, end = (history.points[row] for row in good[at : at + 2])
-            else:
-                begin, end = of._proposed[at], of._proposed[at + 1]
+            begin, end = (history.point(row) for row in good[at : at + 2])
             moved = torch.sub(end, begin, out=of._work)[:count]
             for i, row in enumerate(good[at : at + 2]):
                 found[at, i] = float(history.gradients[row][:count].to(moved.dtype) @ moved)
@@ -269,3 +306,10 @@ class Auto(Play):
             size += float(w @ products[np.ix_(known, known)] @ w)
         down, bend = -float(slopes[:, 0].sum()), float((slopes[:, 1] - slopes[:, 0]).sum())
         return bend * cross / (down * size) if len(slopes) and down > 0 and cross > 0 and size > 0 else None
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    """What a group of an optimizer's parameters calls so; 0 of none."""
+    betas = group.get("betas")
+    given = betas[0] if isinstance(betas, tuple | list) and betas else group.get("momentum", 0.0)
+    return float(given) if isinstance(given, int | float | Tensor) else 0.0

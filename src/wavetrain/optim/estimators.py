@@ -6,6 +6,7 @@
     average   the mean of all that are known: what goes back and forth cancels
     zero      nothing: the optimizer coasts on its momentum
     gp        a Gaussian process whose length scale and noise predict each of the newest gradients best from all others
+    quadratic a quadratic model of the loss, of the curvature that the newest points show
 
 All give weights of known gradients. A :class:`Judge` sees what each was worth, lately, and chooses.
 
@@ -18,14 +19,17 @@ noisy estimate is worth more than a stale average whose squared error is less. �
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from wavetrain.optim.history import History
 from wavetrain.optim.process import Prior, Process, left_out_errors, typical_distance
+from wavetrain.optim.quadratic import RIDGES, Quadratic
 
 Floats = NDArray[np.float64]
 
@@ -43,12 +47,59 @@ STEEPEST: Final = 2.0
 """Bounds of ρ: above 2, a step would take the loss up."""
 GOOD: Final = 0.1
 """A squared error, over the squared gradient, below which predictions are good."""
+CLEARLY: Final = 0.9
+"""The process is believed instead of the quadratic model if its misfit is below this share of the model's; so is another ridge
+instead of the first."""
 MIN_POINTS: Final = 3
 """Known gradients that it takes for a Gaussian process."""
 
 
+@dataclass(frozen=True)
+class Models:
+    """All that is known before a gradient is predicted."""
+
+    history: History
+    rows: tuple[int, ...]
+    """Of the known gradients, the oldest first."""
+    num_newest: int
+    """Of these, the gradients of the newest round."""
+    process: Process | None
+    """None of too few gradients."""
+    quadratic: Quadratic | None
+    ridge: float
+    bends: bool
+    """Whether a quadratic model is wanted."""
+
+    def along(self, point: Tensor) -> Floats | None:
+        """What the quadratic model asks of a point (d,)."""
+        if self.quadratic is None:
+            return None
+        return self.history.along(self.quadratic.rows, point, self.quadratic.origin)
+
+    def weights(self, name: str, squares: Floats, along: Floats | None, ridge: float | None = None) -> Floats:
+        """Weights (n,) that an estimator gives the known gradients, at a point with these squared distances (T,)."""
+        n, found = len(self.rows), np.zeros(len(self.rows))
+        squares = squares[list(self.rows)]
+        if name == "gp" and self.process is not None:
+            return self.process.weights(squares)
+        if name == "quadratic" and self.quadratic is not None and along is not None:
+            found[n - len(along) :] = self.quadratic.weights(along, self.ridge if ridge is None else ridge)
+        elif name in ("gp", "quadratic", "mean"):
+            newest = max(1, min(self.num_newest, n))
+            found[n - newest :] = 1.0 / newest
+        elif name == "average":
+            found[:] = 1.0 / n
+        elif name == "last" or (name == "secant" and n < 2):
+            found[-1] = 1.0
+        elif name == "secant":
+            between = self.history.squares[self.rows[-1], self.rows[-2]]
+            along_it = (squares[-2] - squares[-1] - between) / (2 * between) if between > 0 else 0.0
+            found[-1], found[-2] = 1 + along_it, -along_it
+        return found
+
+
 class Judge:
-    """Errors of estimators, and of the priors of the Gaussian process.
+    """Errors of estimators, of the priors of the Gaussian process, and of the ridges of the quadratic model.
 
     Args:
         kernel: of the process.
@@ -62,58 +113,85 @@ class Judge:
         """What estimators predicted of each new gradient."""
         self.left_out = Scores(len(self.priors))
         """What priors would have predicted of each new gradient given all others."""
+        self.fits = Scores(1 + len(RIDGES))
+        """What the process, and quadratic models, predicted of each new gradient."""
 
-    @property
-    def best(self) -> str:
-        """The estimator to predict with."""
+    def best(self, *, bends: bool) -> str:
+        """The estimator to predict with; with ``bends``, it may be the quadratic model."""
+        if bends and self.bends:
+            return "quadratic"
         costs = self.tried.costs(self.curvature)
         if costs[-1] < COASTING * costs[:-1].min():
             return "zero"
         return ESTIMATORS[int(costs[:-1].argmin())]
 
     @property
+    def bends(self) -> bool:
+        """Whether the quadratic model is to be believed, rather than the process."""
+        return bool(self.fits.errors[0] >= CLEARLY * self.fits.errors[1:].min())
+
+    @property
     def prior(self) -> Prior:
         """The best for the Gaussian process."""
         return self.priors[int(self.left_out.costs(self.curvature).argmin())]
 
-    def process(self, history: History) -> Process | None:
-        """The Gaussian process given all that is known; None of too little."""
-        if len(history) < MIN_POINTS:
-            return None
-        squares = history.between(history.rows)
-        return Process(self.prior, squares, typical_distance(squares))
+    @property
+    def ridge(self) -> float:
+        """The best for the quadratic model."""
+        errors = self.fits.errors[1:]
+        best = int(errors.argmin())
+        return RIDGES[best if errors[best] < CLEARLY * errors[0] else 0]
 
-    def hear(
-        self, history: History, before: Sequence[int], process: Process | None, num_newest: int, new: list[int]
-    ) -> tuple[float, ...]:
-        """Learn from a round: rows ``before`` were known, ``num_newest`` of them of one round; ``new`` are now known as well.
+    def models(self, history: History, num_newest: int, *, bends: bool) -> Models:
+        """What predicts, given all that is known; with ``bends``, the quadratic model too."""
+        process = quadratic = None
+        if len(history) >= MIN_POINTS:
+            squares = history.between(history.rows)
+            process = Process(self.prior, squares, typical_distance(squares))
+            newest = history.newest
+            if bends and len(newest) >= MIN_POINTS:
+                quadratic = Quadratic(newest, history.crossed(newest, newest[-1]), num_newest)
+        return Models(history, tuple(history.rows), num_newest, process, quadratic, self.ridge, bends)
+
+    def hear(self, before: Models, alongs: Sequence[Floats | None], new: Sequence[int]) -> tuple[float, ...]:
+        """Learn from a round: how well what was known ``before`` it predicts the gradients of rows ``new``, which are known now.
+
+        Args:
+            before: what was known.
+            alongs: what it asked of the point of each new row.
+            new: the rows.
 
         Returns:
-            What the Gaussian process was off by at each new point, |ĝ − g| / |g|; nothing where there was none.
+            What steps are made with, the process or the quadratic model, was off by so much at each new point, |ĝ − g| / |g|;
+            nothing where there was none.
         """
-        if not before:
+        history, known = before.history, list(before.rows)
+        if not known:
             return ()
-        off: tuple[float, ...] = ()
-        inner, cross = history.products[np.ix_(before, before)], history.products[np.ix_(new, before)]
+        inner, cross = history.products[np.ix_(known, known)], history.products[np.ix_(new, known)]
         own = history.products[new, new]
-        squares, whole = history.between(new, before), max(float(own.sum()), 1e-300)
-        errors, sizes = np.zeros(len(ESTIMATORS)), np.zeros(len(ESTIMATORS))
-        for i, name in enumerate(ESTIMATORS):
-            w = np.stack([weights(name, process, history, before, num_newest, row) for row in squares])
-            size = np.einsum("qi,ij,qj->q", w, inner, w)
-            squared = size - 2 * (w * cross).sum(axis=1) + own
-            errors[i] = max(0.0, float(squared.sum())) / whole
-            if name == "gp" and process is not None:
-                off = tuple(np.sqrt(np.maximum(squared, 0.0) / np.maximum(own, 1e-300)).tolist())
-            sizes[i] = max(0.0, float(size.sum())) / whole
-        self.tried.add(errors, sizes)
-        if len(history) < MIN_POINTS:
-            return off
-        squares = history.between(history.rows)
-        unit, products = typical_distance(squares), history.products[np.ix_(history.rows, history.rows)]
-        which = [history.rows.index(row) for row in new]
-        self.left_out.add(*left_out_errors(self.priors, squares, unit, products, which))
-        return off
+
+        def squares(name: str, ridge: float | None = None) -> tuple[Floats, Floats]:
+            """|ĝ − g|² and |ĝ|² at each new point."""
+            w = np.stack([before.weights(name, history.squares[r], a, ridge) for r, a in zip(new, alongs, strict=False)])
+            size = np.maximum(np.einsum("qi,ij,qj->q", w, inner, w), 0.0)
+            return np.maximum(size - 2 * (w * cross).sum(axis=1) + own, 0.0), size
+
+        found = [squares(name) for name in ESTIMATORS]
+        whole = max(float(own.sum()), 1e-300)
+        self.tried.add(*(np.array([float(one[i].sum()) / whole for one in found]) for i in (0, 1)))
+        rival = found[0]
+        if before.quadratic is not None:
+            bent = [squares("quadratic", ridge) for ridge in RIDGES]
+            self.fits.add(*(np.array([_misfit(*one, own) for one in (found[0], *bent)]) for _ in "12"))
+            if self.bends:
+                rival = bent[RIDGES.index(self.ridge)]
+        if len(history) >= MIN_POINTS:
+            apart = history.between(history.rows)
+            unit, products = typical_distance(apart), history.products[np.ix_(history.rows, history.rows)]
+            which = [history.rows.index(row) for row in new]
+            self.left_out.add(*left_out_errors(self.priors, apart, unit, products, which))
+        return () if before.process is None else tuple(np.sqrt(rival[0] / np.maximum(own, 1e-300)).tolist())
 
     def feel(self, curvature: float) -> None:
         """Learn from the steps of a round: ρ along them."""
@@ -121,12 +199,13 @@ class Judge:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers."""
-        return {"tried": self.tried.state_dict(), "left_out": self.left_out.state_dict(), "curvature": self.curvature}
+        scores = {name: getattr(self, name).state_dict() for name in ("tried", "left_out", "fits")}
+        return {**scores, "curvature": self.curvature}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
-        self.tried.load_state_dict(state["tried"])
-        self.left_out.load_state_dict(state["left_out"])
+        for name in ("tried", "left_out", "fits"):
+            getattr(self, name).load_state_dict(state[name])
         self.curvature = float(state["curvature"])
 
 
@@ -164,23 +243,8 @@ class Scores:
         self.weight = float(state["weight"])
 
 
-def weights(
-    name: str, process: Process | None, history: History, known: Sequence[int], num_newest: int, squares: Floats
-) -> Floats:
-    """Weights (n,) that an estimator gives the gradients of rows ``known``, at a point with these squared distances (n,)."""
-    n = len(known)
-    found = np.zeros(n)
-    if name == "gp" and process is not None:
-        return process.weights(squares)
-    if name in ("gp", "mean"):
-        newest = max(1, min(num_newest, n))
-        found[n - newest :] = 1.0 / newest
-    elif name == "average":
-        found[:] = 1.0 / n
-    elif name == "last" or (name == "secant" and n < 2):
-        found[-1] = 1.0
-    elif name == "secant":
-        between = history.squares[known[-1], known[-2]]
-        along = (squares[-2] - squares[-1] - between) / (2 * between) if between > 0 else 0.0
-        found[-1], found[-2] = 1 + along, -along
-    return found
+def _misfit(squared: Floats, size: Floats, own: Floats) -> float:
+    """Mean of |ĝ − g|² / (|ĝ|² + |g|²): 0 if predictions are right, 1 if they say nothing, 2 if all is the other way round. No
+    single gradient, however large, counts more than another.
+    """
+    return float((squared / np.maximum(size + own, 1e-300)).mean())

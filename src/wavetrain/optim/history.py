@@ -21,10 +21,12 @@ from wavetrain.optim.team import Shards
 
 Floats = NDArray[np.float64]
 WIDE: Final = (torch.float32, torch.float64)
-NAMES: Final = ("gradients", "points", "squares", "products", "sizes", "rows", "sampled")
+NAMES: Final = ("gradients", "points", "squares", "products", "sizes", "rows", "sampled", "slots", "whole")
 """Of what is saved."""
 _AT_ONCE: Final = 1 << 20
 """Coordinates that are made wide at once."""
+_IN_CACHE: Final = 1 << 14
+"""Coordinates of which all points and gradients fit into a cache."""
 
 
 class History:
@@ -39,6 +41,7 @@ class History:
         sampled: coordinates (c,) that distances are measured on; None for all.
         shards: who holds the other coordinates; distances and inner products are sums over all of them.
         num_counted: of the coordinates here, the first so many; the others are counted by another rank.
+        num_whole: so many of the newest points are kept with all their coordinates; None: as many as there are pairs.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class History:
         gradient_dtype: torch.dtype | None = None,
         shards: Shards | None = None,
         num_counted: int | None = None,
+        num_whole: int | None = None,
     ) -> None:
         self.capacity = capacity
         self._shards = shards or Shards(None, device)
@@ -68,6 +72,13 @@ class History:
         self.rows: list[int] = []
         """Rows in use, the oldest first."""
         self._share = self._num_counted / max(1, width)
+        self._num_whole = capacity if num_whole is None else min(num_whole, capacity)
+        self.whole: Tensor | None = None
+        """The newest points, all their coordinates (num_whole, d), where ``points`` lack some."""
+        if width < num_coordinates:
+            self.whole = torch.zeros(self._num_whole, num_coordinates, device=device, dtype=dtype)
+        self.slots: dict[int, int] = {}
+        """Rows of ``whole`` by the row of the pair, the oldest first."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,6 +111,38 @@ class History:
             out.add_(self.gradients[row], alpha=weight)
         return out
 
+    def point(self, row: int) -> Tensor:
+        """One of the newest points (d,)."""
+        return self.points[row] if self.whole is None else self.whole[self.slots[row]]
+
+    @property
+    def newest(self) -> list[int]:
+        """Rows in use whose points are kept with all coordinates, the oldest first."""
+        rows = self.rows[-self._num_whole :]
+        known = rows if self.whole is None else [row for row in rows if row in self.slots]
+        return rows[len(rows) - len(known) :]
+
+    def along(self, rows: Sequence[int], point: Tensor, origin: int) -> Floats:
+        """Inner products (n,) of the gradients of ``rows`` with the way to ``point`` (d,) from that of row ``origin``."""
+        return self._along(rows, point[None], origin)[:, 0]
+
+    def crossed(self, rows: Sequence[int], origin: int) -> Floats:
+        """Inner products (n, n): of the gradient of rows[i] with the way to the point of rows[j] from that of row ``origin``."""
+        return self._along(rows, self.points if self.whole is None else self.whole, origin)[:, self._places(rows)]
+
+    def _places(self, rows: Sequence[int]) -> list[int]:
+        return list(rows) if self.whole is None else [self.slots[row] for row in rows]
+
+    def _along(self, rows: Sequence[int], points: Tensor, origin: int) -> Floats:
+        """(n, points); the differences of points are made first: by way of inner products they would lose their digits."""
+        start, found = self.point(origin), np.zeros((self.capacity, len(points)))
+        used = slice(min(rows), max(rows) + 1)
+        for first in range(0, self._num_counted, _IN_CACHE):
+            part = slice(first, min(first + _IN_CACHE, self._num_counted))
+            ways = _wide(points[:, part] - start[part])
+            found[used] += (_wide(self.gradients[used, part]) @ ways.t()).double().cpu().numpy()
+        return self._shards.total(found[list(rows)])
+
     def take_rows(self, count: int) -> list[int]:
         """Rows to write to: free ones first, then the oldest, which are forgotten."""
         free = [i for i in range(self.capacity) if i not in self.rows][:count]
@@ -109,6 +152,13 @@ class History:
     def put(self, row: int, point: Tensor, squares: Floats) -> None:
         """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
         self.points[row].copy_(self._chosen(point))
+        if self.whole is not None:
+            free = [i for i in range(self._num_whole) if i not in self.slots.values()]
+            slot = self.slots.pop(row, None)
+            if slot is None:
+                slot = free[0] if free else self.slots.pop(next(iter(self.slots)))
+            self.slots[row] = slot
+            self.whole[slot].copy_(point)
         self.squares[row, :] = squares
         self.squares[:, row] = squares
         self.squares[row, row] = 0.0
@@ -145,7 +195,9 @@ class History:
         """Tensors and plain values."""
         tensors = {"gradients": self.gradients.clone(), "points": self.points.clone()}
         small = {name: torch.from_numpy(getattr(self, name).copy()) for name in ("squares", "products", "sizes")}
-        return {**tensors, **small, "rows": list(self.rows), "sampled": None if self.sampled is None else self.sampled.clone()}
+        places = {"rows": list(self.rows), "slots": [list(one) for one in self.slots.items()]}
+        given = {"sampled": self.sampled, "whole": self.whole}
+        return {**tensors, **small, **places, **{name: None if one is None else one.clone() for name, one in given.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave, of a history of the same sizes."""
@@ -154,6 +206,9 @@ class History:
         for name in ("squares", "products", "sizes"):
             setattr(self, name, state[name].numpy().copy())
         self.rows = list(state["rows"])
+        self.slots = {row: slot for row, slot in state["slots"]}
+        if self.whole is not None:
+            self.whole.copy_(state["whole"])
         if self.sampled is not None:
             self.sampled.copy_(state["sampled"])
 

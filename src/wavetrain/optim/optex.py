@@ -48,6 +48,10 @@ ROUNDS_KEPT: Final = 4
 """Rounds whose gradients are kept: with fewer, there is little to predict from."""
 MOST_KEPT: Final = 64
 """But no more pairs than these, unless N is more: the time to tune grows with their third power."""
+ROUNDS_BENT: Final = 4
+"""Rounds from which the curvature is learnt."""
+LEAST_BENT: Final = 16
+"""But no fewer pairs than these."""
 SELECT: Final = ("last", "loss", "gradient")
 
 
@@ -229,18 +233,14 @@ class OptEx(Optimizer):
             self._history_dtype or flat.dtype,
             self._shards,
             flat.num_counted,
+            self.parallel if self.mode == "paper" else max(LEAST_BENT, ROUNDS_BENT * self.parallel),
         )
         start, work, mean, summed = (flat.empty() for _ in range(4))
-        proposed = None
-        if sampled is not None or flat.num_counted < flat.num_coordinates:
-            proposed = start.new_empty(self.parallel, flat.num_coordinates)
         self._flat, self._threads, self._history = flat, threads, history
         self._whole = whole
         """All parameters that are trained; of those in ``_flat``, this rank keeps the history."""
         self._start, self._work, self._mean, self._sum = start, work, mean, summed
         self._gradient, self._whole_start = (work, start) if whole is flat else (whole.empty(), whole.empty())
-        self._proposed: Tensor | None = proposed
-        """The points of a round (N, d), where the history does not keep all of their coordinates."""
         self._judge = Judge(self._kernel)
         self._pace = Pace(self.parallel, moving=self._moving_losses)
         self._fork = Fork(self.base)
@@ -329,8 +329,8 @@ class OptEx(Optimizer):
     def held_bytes(self) -> int:
         """Bytes kept between rounds, beside the parameters and the inner optimizer's own state."""
         tensors = [self._history.gradients, self._history.points, self._start, self._work, self._mean, self._sum]
-        if self._proposed is not None:
-            tensors.append(self._proposed)
+        if self._history.whole is not None:
+            tensors.append(self._history.whole)
         if self._whole is not self._flat:
             tensors += [self._gradient, self._whole_start]
         copies = 0 if self._threads is None else self._threads.held_bytes()

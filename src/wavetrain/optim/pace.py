@@ -42,6 +42,7 @@ class Pace:
         self._pause = 2
         self._losses: list[list[float]] = []
         self._ahead = (0, 0)
+        self._trusted = 0
         self.first: float | None = None
         """The mean loss of the first round."""
 
@@ -49,6 +50,17 @@ class Pace:
     def num_ahead(self) -> int:
         """Steps that may be made past the last evaluated point: as many as were predicted well in this round and the last."""
         return min(self._ahead)
+
+    @property
+    def num_trusted(self) -> int:
+        """Steps that the quadratic model is trusted with."""
+        return max(1, self._trusted) + (self.num_ahead if self._trusted >= self.limit else 0)
+
+    def trust(self, *, tested: bool) -> None:
+        """Twice as many steps with every round in which the quadratic model was ``tested``: the first gradients are those of
+        the steepest slopes, and say little of what follows.
+        """
+        self._trusted = min(self.limit, 2 * self._trusted) if tested and self._trusted else 1
 
     def see(self, off: Sequence[float]) -> None:
         """Learn how wrong predictions were at the points of a round, in order."""
@@ -114,6 +126,7 @@ class Pace:
             "counts": [self._good, self._bad, self._pause],
             "losses": self._losses,
             "ahead": list(self._ahead),
+            "trusted": self._trusted,
             "first": self.first,
         }
 
@@ -123,4 +136,5 @@ class Pace:
         self._good, self._bad, self._pause = state["counts"]
         self._losses = [list(one) for one in state["losses"]]
         self._ahead = (state["ahead"][0], state["ahead"][1])
+        self._trusted = state["trusted"]
         self.first = state["first"]

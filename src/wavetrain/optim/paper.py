@@ -7,6 +7,7 @@ import time
 from typing import Final
 
 import numpy as np
+from torch import Tensor
 
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Prior, Process
@@ -30,7 +31,7 @@ class Paper(Play):
             process = Process(PAPER, history.between(known), unit, mean=False)
         self.estimate_seconds += time.perf_counter() - begin
 
-        def predict(squares: Floats) -> Floats:
+        def predict(_: Tensor, squares: Floats) -> Floats:
             return np.zeros(len(known)) if process is None else process.weights(squares[known])
 
         predicted = self._propose(new, predict)

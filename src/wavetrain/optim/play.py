@@ -48,7 +48,7 @@ class Play(ABC):
     def run(self) -> Round:
         """Do it: N gradients, up to N steps."""
 
-    def _propose(self, new: list[int], predict: Callable[[Floats], Floats | None]) -> list[Floats | None]:
+    def _propose(self, new: list[int], predict: Callable[[Tensor, Floats], Floats | None]) -> list[Floats | None]:
         """Points to evaluate, each a step from the one before with what is predicted there; the predictions, as weights."""
         of, flat, history = self.of, self.flat, self.history
         known = list(history.rows)
@@ -65,14 +65,12 @@ class Play(ABC):
             point = flat.read(of._work)
             squares = history.squares_to(point)
             history.put(row, point, squares)
-            if of._proposed is not None:
-                of._proposed[at].copy_(point)
-            last = at + 1 == len(new)
-            if not last:
-                predicted.append(predict(squares))
+            found = predict(point, squares)
             self.estimate_seconds += time.perf_counter() - begin
-            if not last and predicted[-1] is not None:
-                self._step(predicted[-1], known)
+            if at + 1 < len(new):
+                predicted.append(found)
+                if found is not None:
+                    self._step(found, known)
         return predicted
 
     def _evaluate(self, new: list[int]) -> tuple[list[float], list[int]]:
@@ -138,8 +136,7 @@ class Play(ABC):
 
     def _point(self, new: list[int], at: int) -> Tensor:
         """The proposed point ``at`` (d,)."""
-        proposed = self.of._proposed
-        return self.history.points[new[at]] if proposed is None else proposed[at]
+        return self.history.point(new[at])
 
     @property
     def _scale(self) -> float | None:
@@ -189,9 +186,7 @@ class Play(ABC):
         assert found is not None
         of = self.of
         begin = time.perf_counter()
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = float(found @ self.history.products[np.ix_(rows, rows)] @ found)
-        norm = math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
+        norm = self._norm(found, rows)
         most = min(most, math.inf if of._clip_norm is None else of._clip_norm)
         scale = most / norm if most < norm < math.inf else 1.0
         asked = ((found * scale).tobytes(), tuple(rows))
@@ -206,6 +201,12 @@ class Play(ABC):
         self.estimate_seconds += time.perf_counter() - begin
         self._step_with(of._sum)
         return norm
+
+    def _norm(self, found: Floats, rows: Sequence[int]) -> float:
+        """Of a sum of kept gradients; infinite where its square is no number."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(found @ self.history.products[np.ix_(rows, rows)] @ found)
+        return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
 
     def _print(self) -> tuple[float, float]:
         """Two numbers that change when the sum is written to."""
