@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wavetrain.optim import OptEx
-from wavetrain.optim.estimators import Judge, weights
+from wavetrain.optim.estimators import Judge, Models
 from wavetrain.optim.history import History
 from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
@@ -88,15 +88,15 @@ def test_a_secant_is_exact_on_a_line() -> None:
         history.gradients[row] = curvature * t * way
         history.close([row])
     ahead = 1.3 * way
-    w = weights("secant", None, history, history.rows, 1, history.squares_to(ahead)[history.rows])
+    models = Models(history, tuple(history.rows), 1, None, None, 0.0, False)
+    w = models.weights("secant", history.squares_to(ahead), None)
     assert torch.allclose(torch.from_numpy(w) @ history.gradients[history.rows], curvature * ahead)
 
 
 def test_a_judge_believes_what_predicted_best() -> None:
     judge, history = Judge("matern52"), History(20, 4, torch.device("cpu"), torch.float64)
     for r in range(6):
-        known, process = list(history.rows), judge.process(history)
-        new = []
+        before, new = judge.models(history, 2, bends=False), []
         for s in range(2):
             (row,) = history.take_rows(1)
             point = torch.full((4,), 0.1 * (2 * r + s), dtype=torch.float64)
@@ -104,8 +104,8 @@ def test_a_judge_believes_what_predicted_best() -> None:
             history.gradients[row] = 1.0 - point  # a line: the secant knows it all
             history.close([row])
             new.append(row)
-        judge.hear(history, known, process, 2, new)
-    assert judge.best in ("secant", "gp")
+        judge.hear(before, [None] * 2, new)
+    assert judge.best(bends=False) in ("secant", "gp")
     assert judge.tried.errors[3] == pytest.approx(judge.tried.errors.min(), abs=1e-3)
     assert judge.prior.noise <= 1e-3
 

@@ -1,7 +1,8 @@
 """OptEx's own round: propose, evaluate, replay with what was learnt, and go on along the proposed way where that is better.
 
-The replay makes steps from the start of the round with what a Gaussian process over all gradients, the new ones too, says of
-each point; it ends where no evaluated point is near.
+The replay makes steps from the start of the round with what all gradients, the new ones too, say of each point: by a quadratic
+model of the loss where the inner optimizer has momentum, and the model predicts no worse than a Gaussian process; else by that
+process, as far as evaluated points are near.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
+from wavetrain.optim.pace import AHEAD
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
 from wavetrain.optim.rounds import Round
@@ -31,7 +33,7 @@ LEFT: Final = 0.5
 COASTS: Final = 0.5
 """The share of its last step that an optimizer repeats, from which the quadratic model is used."""
 GROWN: Final = 2.0
-"""Times the gradient at the start: where the model of a quadratic function says that gradients grow beyond, it is not believed."""
+"""Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 EXPLODED: Final = 1e3
 """Times the squared gradient at the start, or the usual one: points beyond are of no use."""
 
@@ -137,9 +139,9 @@ class Auto(Play):
         after = of._judge.models(history, len(good), bends=before.bends) if known else None
         self.estimate_seconds += time.perf_counter() - begin
         heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
-        if after is not None and after.quadratic is not None and len(good) > 1 and (of._judge.bends or not off):
-            of._pace.trust(tested=bool(off))
-            accepted = self._bend(after)
+        if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
+            of._pace.trust(well=bool(errors) and max(errors) <= AHEAD)
+            accepted = self._bend(after, good)
             of._pace.hear(len(self._taken), heard)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
         process = None if after is None else after.process
@@ -150,22 +152,23 @@ class Auto(Play):
         of._pace.hear(accepted, heard)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
-    def _bend(self, models: Models) -> int:
-        """Steps from the start with what the quadratic model says of the gradient; how many."""
+    def _bend(self, models: Models, good: Sequence[int]) -> int:
+        """Steps from the start with what the quadratic model says of the gradient: how many.
+
+        None is made with a larger gradient than the one at the start, as in :meth:`_replay`.
+        """
         of, flat = self.of, self.flat
         self._rewind()
-        most, count = math.inf, 0
-        while count < of._pace.num_trusted:
+        count, least = 0, math.inf
+        while count < (of._pace.num_trusted if len(good) == len(self._taken) else min(of._pace.num_trusted, len(good))):
             begin = time.perf_counter()
-            along = models.along(flat.read(of._work))
-            found = models.weights("quadratic", self.history.squares[0], along)
-            size = self._norm(found, models.rows)
+            found = models.weights("quadratic", self.history.squares[good[0]], models.along(flat.read(of._work)))
+            norm = self._norm(found, models.rows)
             self.estimate_seconds += time.perf_counter() - begin
-            if not size <= GROWN * most:
+            if not norm <= GROWN * least:
                 break
-            most = min(most, size)
-            self._step(found, models.rows)
-            count += 1
+            self._step(found, models.rows, max(least, self.gradient_norm))
+            least, count = min(least, norm), count + 1
         flat.forget_gradients()
         return count
 

@@ -206,7 +206,7 @@ class History:
         for name in ("squares", "products", "sizes"):
             setattr(self, name, state[name].numpy().copy())
         self.rows = list(state["rows"])
-        self.slots = {row: slot for row, slot in state["slots"]}
+        self.slots = dict(state["slots"])
         if self.whole is not None:
             self.whole.copy_(state["whole"])
         if self.sampled is not None:

@@ -6,7 +6,7 @@ A round, from the point θ₀ where the last one ended:
     propose    θₛ₊₁ = step(θₛ, predicted gradient at θₛ)         s = 0 … N−2, on a fork of the optimizer's state
     evaluate   gₛ = true gradient at θₛ, minibatch s             s = 0 … N−1, independent of each other
     replay     from θ₀ and its state again: step with what the N true gradients, and those before, say of the gradient
-               where the replay is (a Gaussian process, its noise averaged out), as far as evaluated points are near
+               where the replay is (a quadratic model of the loss, or a Gaussian process; either averages noise out)
 
 Where predictions hold, that is N steps, each with less noise than one minibatch has; where they are good, up to N more, past the
 last point. Where they do not hold, gradients are asked for at fewer points, several minibatches each, down to one point: then a
@@ -48,9 +48,9 @@ ROUNDS_KEPT: Final = 4
 """Rounds whose gradients are kept: with fewer, there is little to predict from."""
 MOST_KEPT: Final = 64
 """But no more pairs than these, unless N is more: the time to tune grows with their third power."""
-ROUNDS_BENT: Final = 4
+ROUNDS_BENT: Final = 3
 """Rounds from which the curvature is learnt."""
-LEAST_BENT: Final = 16
+LEAST_BENT: Final = 14
 """But no fewer pairs than these."""
 SELECT: Final = ("last", "loss", "gradient")
 

@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 WINDOW: Final = 6
-"""Rounds whose losses are compared with those of as many rounds before."""
+LEAST_LOSSES: Final = 24
+"""Rounds whose losses are compared with those of as many rounds before: the former, or those that have the latter."""
 SURE: Final = 1.0
 """Standard errors by which losses must have risen to say that they have stopped falling: what noise does alone is no reason."""
 LONGEST_PAUSE: Final = 48
@@ -37,6 +38,7 @@ class Pace:
         self.limit = limit
         self._moving = moving
         self.num_points = limit
+        self._window = max(WINDOW, -(-LEAST_LOSSES // limit))
         self._good = 0
         self._bad = 0
         self._pause = 2
@@ -53,14 +55,15 @@ class Pace:
 
     @property
     def num_trusted(self) -> int:
-        """Steps that the quadratic model is trusted with."""
-        return max(1, self._trusted) + (self.num_ahead if self._trusted >= self.limit else 0)
+        """Steps that the quadratic model is trusted with: no more than there are points, but for those past the last."""
+        count = max(1, min(self._trusted, self.num_points))
+        return count + (self.num_ahead if count == self.limit else 0)
 
-    def trust(self, *, tested: bool) -> None:
-        """Twice as many steps with every round in which the quadratic model was ``tested``: the first gradients are those of
-        the steepest slopes, and say little of what follows.
+    def trust(self, *, well: bool) -> None:
+        """After a round: the first step is made by itself, since the first gradients are those of the steepest slopes, and say
+        little of what follows; then twice as many with every round, and all as soon as gradients are predicted ``well``.
         """
-        self._trusted = min(self.limit, 2 * self._trusted) if tested and self._trusted else 1
+        self._trusted = self.limit if well else min(self.limit, max(1, 2 * self._trusted))
 
     def see(self, off: Sequence[float]) -> None:
         """Learn how wrong predictions were at the points of a round, in order."""
@@ -81,8 +84,8 @@ class Pace:
             self._down()
         elif now < self.limit and self._good >= self._pause:
             self.num_points, self._good = min(self.limit, 2 * now), 0
-        self._losses = [*self._losses[-2 * WINDOW + 1 :], [float(loss) for loss in losses]]
-        if self.num_points > 1 and len(self._losses) == 2 * WINDOW and self._stalled():
+        self._losses = [*self._losses[-2 * self._window + 1 :], [float(loss) for loss in losses]]
+        if self.num_points > 1 and len(self._losses) == 2 * self._window and self._stalled():
             self._down()
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._losses = []
@@ -115,7 +118,7 @@ class Pace:
     def _stalled(self) -> bool:
         if self._moving:
             return False
-        before, after = np.concatenate(self._losses[:WINDOW]), np.concatenate(self._losses[WINDOW:])
+        before, after = (np.concatenate(part) for part in (self._losses[: self._window], self._losses[self._window :]))
         spread = np.sqrt(before.var() / len(before) + after.var() / len(after))
         return bool(after.mean() >= before.mean() + SURE * spread)
 

@@ -22,6 +22,9 @@ Floats = NDArray[np.float64]
 RIDGES: Final = (0.02, 0.002, 0.1, 0.5)
 """Values of ρ that are tried, the first until anything is known."""
 
+ROUNDING: Final = 1e-6
+"""Eigenvalues below this share of the inner products they are made from are rounding."""
+
 
 class Quadratic:
     """Of n gradients and points.
@@ -39,6 +42,7 @@ class Quadratic:
         self._center = np.eye(n) - 1.0 / n
         found = self._center @ crossed @ self._center
         self._values, self._vectors = np.linalg.eigh(np.nan_to_num(found + found.T) / 2)
+        self._rounding = ROUNDING * float(np.abs(np.nan_to_num(crossed)).max(initial=0.0))
         self._mean: Floats = crossed[:, n - self._num_newest :].mean(axis=1)
 
     @property
@@ -49,7 +53,7 @@ class Quadratic:
     def weights(self, along: Floats, ridge: float) -> Floats:
         """Of the gradients (n,) at a point, from their inner products (n,) with the way to it from the newest point."""
         values, vectors = self._values, self._vectors
-        least = ridge * max(float(values[-1]), 1e-300)
+        least = max(ridge * float(values[-1]), self._rounding, 1e-150)
         inverse = np.where(values > 0, values / (values * values + least * least), 0.0)
         turned = self._center @ (along - self._mean)
         found: Floats = self._center @ (vectors @ (inverse * (vectors.T @ turned)))

@@ -1,0 +1,146 @@
+"""The quadratic model of the loss: what it knows of curvature, and what OptEx makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from wavetrain.optim import OptEx
+from wavetrain.optim import history as histories
+from wavetrain.optim.estimators import Judge
+from wavetrain.optim.history import History
+from wavetrain.optim.quadratic import Quadratic
+
+DIMS = 30
+
+
+def valley(rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A curvature (d, d) of some rank, and a slope (d,)."""
+    make = torch.Generator().manual_seed(seed)
+    across = torch.randn(DIMS, rank, generator=make, dtype=torch.float64)
+    return across @ across.T, torch.randn(DIMS, generator=make, dtype=torch.float64)
+
+
+def walked(count: int, curvature: Tensor, slope: Tensor, seed: int, **options: Any) -> History:
+    """Points at random, and the gradients of a quadratic function there."""
+    history = History(count, DIMS, torch.device("cpu"), torch.float64, **options)
+    make = torch.Generator().manual_seed(1000 + seed)
+    for _ in range(count):
+        (row,) = history.take_rows(1)
+        point = torch.randn(DIMS, generator=make, dtype=torch.float64)
+        history.put(row, point, history.squares_to(point))
+        history.gradients[row] = curvature @ point + slope
+        history.close([row])
+    return history
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(6, 12), st.integers(1, 3), st.integers(0, 100))
+def test_it_is_exact_where_few_directions_bend(rank: int, count: int, newest: int, seed: int) -> None:
+    curvature, slope = valley(rank, seed)
+    history = walked(count, curvature, slope, seed)
+    model = Quadratic(history.newest, history.crossed(history.newest, history.newest[-1]), newest)
+    point = torch.linspace(-1, 1, DIMS, dtype=torch.float64)
+    w = model.weights(history.along(model.rows, point, model.origin), 0.0)
+    assert w.sum() == pytest.approx(1.0)
+    predicted = torch.from_numpy(w) @ history.gradients[model.rows]
+    assert torch.allclose(predicted, curvature @ point + slope, rtol=1e-3, atol=1e-3 * float(curvature.norm()))
+
+
+def test_a_flat_loss_has_the_mean_of_the_newest_round() -> None:
+    history = walked(6, torch.zeros(DIMS, DIMS, dtype=torch.float64), torch.ones(DIMS, dtype=torch.float64), 0)
+    model = Quadratic(history.newest, history.crossed(history.newest, history.newest[-1]), 2)
+    found = model.weights(np.zeros(6), 0.02)
+    assert found.tolist() == pytest.approx([0, 0, 0, 0, 0.5, 0.5], abs=1e-3)
+
+
+def test_inner_products_are_the_same_in_parts_and_of_the_newest_points_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    curvature, slope = valley(3, 0)
+    whole = walked(8, curvature, slope, 0)
+    sampled = torch.arange(0, DIMS, 4)
+    monkeypatch.setattr(histories, "_IN_CACHE", 7)
+    parts = walked(8, curvature, slope, 0, sampled=sampled, num_whole=5)
+    assert parts.newest == whole.rows[-5:]
+    assert all(torch.equal(parts.point(row), whole.point(row)) for row in parts.newest)
+    wanted = whole.gradients[whole.rows[-5:]] @ (whole.points[whole.rows[-5:]] - whole.points[whole.rows[-1]]).T
+    assert np.allclose(parts.crossed(parts.newest, parts.newest[-1]), wanted.numpy())
+    again = History(8, DIMS, torch.device("cpu"), torch.float64, sampled, num_whole=5)
+    again.load_state_dict(parts.state_dict())
+    assert np.array_equal(again.crossed(again.newest, again.newest[-1]), parts.crossed(parts.newest, parts.newest[-1]))
+
+
+def test_a_judge_believes_the_model_across_a_valley() -> None:
+    """Steep in one direction, along which points go back and forth: distance cannot tell it from the others."""
+    curvature = torch.zeros(DIMS, DIMS, dtype=torch.float64)
+    curvature[0, 0] = 50.0
+    judge, history = Judge("matern52"), History(20, DIMS, torch.device("cpu"), torch.float64)
+    make, number = torch.Generator().manual_seed(0), 0
+    for _ in range(6):
+        before, alongs, new = judge.models(history, 3, bends=True), [], []
+        for _ in range(3):
+            (row,) = history.take_rows(1)
+            point = 0.05 * number * torch.ones(DIMS, dtype=torch.float64)
+            point[0] = 0.1 * float(torch.randn((), generator=make))
+            history.put(row, point, history.squares_to(point))
+            alongs.append(before.along(point))
+            history.gradients[row] = curvature @ point + 1.0
+            history.close([row])
+            new.append(row)
+            number += 1
+        judge.hear(before, alongs, new)
+    assert judge.bends
+    assert judge.best(bends=True) == "quadratic"
+    assert judge.best(bends=False) != "quadratic"
+
+
+def rounds_to(share: float, opt: Any, go: Any, loss: Any) -> int:
+    start = float(loss().detach())
+    for number in range(1, 200):
+        go(opt)
+        if float(loss().detach()) <= share * start:
+            return number
+    return 200
+
+
+@pytest.mark.parametrize("kind", ["Adam", "momentum"])
+def test_it_takes_a_long_valley_in_fewer_rounds_than_a_large_batch(kind: str) -> None:
+    """Steep across, long along it; four gradients a round."""
+    scale = torch.logspace(0, 2.5, 40)
+    turn = torch.linalg.qr(torch.randn(40, 40, generator=torch.Generator().manual_seed(0))).Q
+
+    def make() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        x = nn.Parameter(turn @ torch.ones(40))
+        base = torch.optim.Adam([x], lr=0.02) if kind == "Adam" else torch.optim.SGD([x], lr=1e-3, momentum=0.9)
+        return x, base
+
+    def value(x: Tensor) -> Tensor:
+        found: Tensor = 0.5 * (scale * (turn.T @ x).square()).sum()
+        return found
+
+    x, base = make()
+
+    def plain(_: Any) -> None:
+        base.zero_grad()
+        torch.autograd.backward(value(x))
+        base.step()
+
+    alone = rounds_to(0.01, base, plain, lambda: value(x))
+    y, inner = make()
+    opt = OptEx(inner, parallel=4)
+    ours = rounds_to(0.01, opt, lambda opt: opt.step(lambda i: value(y)), lambda: value(y))
+    assert ours <= 0.5 * alone
+    assert any(one.estimator == "quadratic" for one in opt.stats)
+
+
+def test_without_momentum_the_model_is_not_asked() -> None:
+    x = nn.Parameter(torch.ones(10))
+    opt = OptEx(torch.optim.SGD([x], lr=0.1), parallel=3)
+    for _ in range(6):
+        opt.step(lambda i: x.square().sum())
+    assert all(one.estimator != "quadratic" for one in opt.stats)
