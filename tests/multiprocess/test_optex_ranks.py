@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 ROUNDS = 6
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As ranks have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def over_ranks(dropout: float) -> list[float]:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -38,7 +48,7 @@ def over_ranks(dropout: float) -> list[float]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_ranks_give_the_numbers_of_one_process(dropout: float) -> None:
+def test_ranks_give_the_numbers_of_one_process(dropout: float, one_thread: None) -> None:
     found = launch(over_ranks, ranks=2, args=(dropout,))
     model = network(dropout=dropout)
     torch.manual_seed(0)

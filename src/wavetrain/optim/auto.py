@@ -30,6 +30,10 @@ NEAR: Final = 0.75
 """A replayed step is taken while an evaluated point is within this share of the way from the round's start."""
 LEFT: Final = 0.5
 """What may be left of a rise of the loss after the next true step, as a share of what a step at the start would gain."""
+TESTED: Final = 2.5
+RETEST: Final = 4
+"""Rounds, those lately counting more, after which a quadratic model that is clearly worse than the process is tried only every so
+many rounds: it costs."""
 COASTS: Final = 0.5
 """The share of its last step that an optimizer repeats, from which the quadratic model is used."""
 GROWN: Final = 2.0
@@ -46,7 +50,7 @@ class Auto(Play):
         num_points = of._pace.num_points
         new = self._taken = history.take_rows(num_points)
         begin = time.perf_counter()
-        bends = self._coasts
+        bends = self._coasts and (of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0)
         before, name = of._judge.models(history, of._num_newest, bends=bends), of._judge.best(bends=bends)
         told = name if name != "gp" or before.process is None else str(of._judge.prior)
         alongs: list[Floats | None] = []

@@ -25,8 +25,8 @@ NAMES: Final = ("gradients", "points", "squares", "products", "sizes", "rows", "
 """Of what is saved."""
 _AT_ONCE: Final = 1 << 20
 """Coordinates that are made wide at once."""
-_IN_CACHE: Final = 1 << 14
-"""Coordinates of which all points and gradients fit into a cache."""
+_IN_CACHE: Final = 1 << 16
+"""Coordinates of which the ways between points fit into a cache."""
 
 
 class History:
@@ -79,6 +79,7 @@ class History:
             self.whole = torch.zeros(self._num_whole, num_coordinates, device=device, dtype=dtype)
         self.slots: dict[int, int] = {}
         """Rows of ``whole`` by the row of the pair, the oldest first."""
+        self._crossed: tuple[tuple[int, ...], Floats] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,24 +125,27 @@ class History:
 
     def along(self, rows: Sequence[int], point: Tensor, origin: int) -> Floats:
         """Inner products (n,) of the gradients of ``rows`` with the way to ``point`` (d,) from that of row ``origin``."""
-        return self._along(rows, point[None], origin)[:, 0]
+        return self._shards.total(self._along(rows, point[None], origin)[:, 0])
 
     def crossed(self, rows: Sequence[int], origin: int) -> Floats:
         """Inner products (n, n): of the gradient of rows[i] with the way to the point of rows[j] from that of row ``origin``."""
-        return self._along(rows, self.points if self.whole is None else self.whole, origin)[:, self._places(rows)]
-
-    def _places(self, rows: Sequence[int]) -> list[int]:
-        return list(rows) if self.whole is None else [self.slots[row] for row in rows]
+        asked = (*rows, origin)
+        if self._crossed is None or self._crossed[0] != asked:  # the same after a round, and before the next
+            points, places = self.points, list(rows)
+            if self.whole is not None:
+                points, places = self.whole, [self.slots[row] for row in rows]
+            self._crossed = asked, self._shards.total(self._along(rows, points, origin)[:, places])
+        return self._crossed[1]
 
     def _along(self, rows: Sequence[int], points: Tensor, origin: int) -> Floats:
-        """(n, points); the differences of points are made first: by way of inner products they would lose their digits."""
+        """(n, points), of the coordinates here; the differences of points are made first: by way of inner products they would lose their digits."""
         start, found = self.point(origin), np.zeros((self.capacity, len(points)))
         used = slice(min(rows), max(rows) + 1)
         for first in range(0, self._num_counted, _IN_CACHE):
             part = slice(first, min(first + _IN_CACHE, self._num_counted))
             ways = _wide(points[:, part] - start[part])
             found[used] += (_wide(self.gradients[used, part]) @ ways.t()).double().cpu().numpy()
-        return self._shards.total(found[list(rows)])
+        return found[list(rows)]
 
     def take_rows(self, count: int) -> list[int]:
         """Rows to write to: free ones first, then the oldest, which are forgotten."""
@@ -151,6 +155,7 @@ class History:
 
     def put(self, row: int, point: Tensor, squares: Floats) -> None:
         """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
+        self._crossed = None
         self.points[row].copy_(self._chosen(point))
         if self.whole is not None:
             free = [i for i in range(self._num_whole) if i not in self.slots.values()]
@@ -201,6 +206,7 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave, of a history of the same sizes."""
+        self._crossed = None
         self.gradients.copy_(state["gradients"])
         self.points.copy_(state["points"])
         for name in ("squares", "products", "sizes"):
