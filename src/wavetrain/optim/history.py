@@ -138,7 +138,7 @@ class History:
         return self._crossed[1]
 
     def _along(self, rows: Sequence[int], points: Tensor, origin: int) -> Floats:
-        """(n, points), of the coordinates here; the differences of points are made first: by way of inner products they would lose their digits."""
+        """(n, points), of the coordinates here; differences of points come first: of inner products no digit would be left."""
         start, found = self.point(origin), np.zeros((self.capacity, len(points)))
         used = slice(min(rows), max(rows) + 1)
         for first in range(0, self._num_counted, _IN_CACHE):
