@@ -144,3 +144,41 @@ def test_without_momentum_the_model_is_not_asked() -> None:
     for _ in range(6):
         opt.step(lambda i: x.square().sum())
     assert all(one.estimator != "quadratic" for one in opt.stats)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "momentum"])
+def test_what_is_made_large_is_made_so_as_fast_as_its_opposite_is_made_small(kind: str) -> None:
+    def run(sign: float) -> list[float]:
+        x = nn.Parameter(torch.linspace(-1, 1, 20))
+        slopes = torch.logspace(0, 1.5, 20)
+        kwargs = {"lr": 0.02, "maximize": sign < 0}
+        base = torch.optim.Adam([x], **kwargs) if kind == "Adam" else torch.optim.SGD([x], momentum=0.9, **kwargs)
+        opt = OptEx(base, parallel=4)
+        return [sign * opt.step(lambda i: sign * (slopes * x.square()).sum()) for _ in range(20)]
+
+    assert run(-1.0) == pytest.approx(run(1.0), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.3])
+@pytest.mark.parametrize("batch", [16, 512])
+def test_momentum_at_a_high_rate_does_not_lose_the_run(lr: float, batch: int) -> None:
+    """At 0.3 plain steps still learn: several at once must not do worse than stand still."""
+    torch.manual_seed(0)
+    make = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    x, truth = torch.randn(2048, 8, generator=make), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    y = truth(x).detach() + 0.1 * torch.randn(2048, 4, generator=make)
+    opt = OptEx(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), parallel=8)
+    start = float(nn.functional.mse_loss(model(x), y).detach())
+    for _ in range(60):
+        rows = torch.randint(len(x), (8, batch), generator=make)
+        opt.step(lambda i, rows=rows: nn.functional.mse_loss(model(x[rows[i]]), y[rows[i]]))
+    assert float(nn.functional.mse_loss(model(x), y).detach()) < start
+
+
+def test_an_estimator_is_named_that_was_there() -> None:
+    x = nn.Parameter(torch.ones(10))
+    opt = OptEx(torch.optim.Adam([x], lr=0.1), parallel=2)
+    for _ in range(6):
+        opt.step(lambda i: x.square().sum())
+    assert [one.estimator for one in opt.stats][:2] == ["zero", "mean"]

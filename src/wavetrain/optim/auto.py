@@ -50,9 +50,13 @@ class Auto(Play):
         num_points = of._pace.num_points
         new = self._taken = history.take_rows(num_points)
         begin = time.perf_counter()
-        bends = self._coasts and (of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0)
-        before, name = of._judge.models(history, of._num_newest, bends=bends), of._judge.best(bends=bends)
-        told = name if name != "gp" or before.process is None else str(of._judge.prior)
+        due = of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0
+        bends = num_points > 1 and due and self._coasts
+        before = of._judge.models(history, of._num_newest, bends=bends, sign=self._sign)
+        name = of._judge.best(bends=bends)
+        told = str(of._judge.prior) if name == "gp" and before.process is not None else name
+        if name == "quadratic" and before.quadratic is None:
+            told = "mean" if before.rows else "zero"
         alongs: list[Floats | None] = []
         self.estimate_seconds += time.perf_counter() - begin
 
@@ -82,7 +86,9 @@ class Auto(Play):
         """Whether the inner optimizer has momentum: then the way ahead is mostly decided by the past, and a gradient that is
         wrong across a valley does no more harm than the next can mend. Without, steps go as far across as the gradient says.
         """
-        return all(_momentum(group) >= COASTS for group in self.of.param_groups)
+        groups = self.of.param_groups
+        one_way = len({bool(group.get("maximize", False)) for group in groups}) == 1
+        return one_way and all(_momentum(group) >= COASTS for group in groups)
 
     @property
     def _sign(self) -> float:
@@ -140,11 +146,11 @@ class Auto(Play):
         off = of._judge.hear(before, alongs, good)
         of._pace.see(off)
         of._num_newest = len(good)
-        after = of._judge.models(history, len(good), bends=before.bends) if known else None
+        after = of._judge.models(history, len(good), bends=before.bends, sign=self._sign) if known else None
         self.estimate_seconds += time.perf_counter() - begin
         heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
         if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
-            of._pace.trust(well=bool(errors) and max(errors) <= AHEAD)
+            of._pace.trust(heard, well=bool(errors) and max(errors) <= AHEAD)
             accepted = self._bend(after, good)
             of._pace.hear(len(self._taken), heard)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())

@@ -142,15 +142,15 @@ class Judge:
         best = int(errors.argmin())
         return RIDGES[best if errors[best] < CLEARLY * errors[0] else 0]
 
-    def models(self, history: History, num_newest: int, *, bends: bool) -> Models:
-        """What predicts, given all that is known; with ``bends``, the quadratic model too."""
+    def models(self, history: History, num_newest: int, *, bends: bool, sign: float = 1.0) -> Models:
+        """What predicts, given all that is known; with ``bends``, the quadratic model too, of ``sign`` times the loss."""
         process = quadratic = None
         if len(history) >= MIN_POINTS:
             squares = history.between(history.rows)
             process = Process(self.prior, squares, typical_distance(squares))
             newest = history.newest
             if bends and len(newest) >= MIN_POINTS:
-                quadratic = Quadratic(newest, history.crossed(newest, newest[-1]), num_newest)
+                quadratic = Quadratic(newest, history.crossed(newest, newest[-1]), num_newest, sign)
         return Models(history, tuple(history.rows), num_newest, process, quadratic, self.ridge, bends)
 
     def hear(self, before: Models, alongs: Sequence[Floats | None], new: Sequence[int]) -> tuple[float, ...]:
@@ -183,7 +183,8 @@ class Judge:
         rival = found[0]
         if before.quadratic is not None:
             bent = [squares("quadratic", ridge) for ridge in RIDGES]
-            self.fits.add(*(np.array([_misfit(*one, own) for one in (found[0], *bent)]) for _ in "12"))
+            misfits = np.array([_misfit(*one, own) for one in (found[0], *bent)])
+            self.fits.add(misfits, misfits)
             if self.bends:
                 rival = bent[RIDGES.index(self.ridge)]
         if len(history) >= MIN_POINTS:

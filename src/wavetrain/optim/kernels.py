@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_NOTHING: Final = 700.0
+"""Distances beyond have kernels of no more than exp(−700)."""
 
 
 def rbf(r: Floats) -> Floats:
@@ -26,14 +28,14 @@ def matern12(r: Floats) -> Floats:
 
 def matern32(r: Floats) -> Floats:
     """(1 + √3 r) exp(−√3 r)."""
-    s = math.sqrt(3) * r
+    s = np.minimum(math.sqrt(3) * r, _NOTHING)
     found: Floats = (1 + s) * np.exp(-s)
     return found
 
 
 def matern52(r: Floats) -> Floats:
     """(1 + √5 r + 5r²/3) exp(−√5 r)."""
-    s = math.sqrt(5) * r
+    s = np.minimum(math.sqrt(5) * r, _NOTHING)
     found: Floats = (1 + s + s * s / 3) * np.exp(-s)
     return found
 

@@ -24,6 +24,8 @@ FAR: Final = 2.0
 """Times the spread of the last round's losses."""
 AHEAD: Final = 0.3
 """Relative errors of predictions with which steps are made past the last evaluated point."""
+RISEN: Final = 2.0
+"""Standard errors by which the losses of a round must be above the last one's to say that they have risen."""
 
 
 class Pace:
@@ -59,11 +61,23 @@ class Pace:
         count = max(1, min(self._trusted, self.num_points))
         return count + (self.num_ahead if count == self.limit else 0)
 
-    def trust(self, *, well: bool) -> None:
-        """After a round: the first step is made by itself, since the first gradients are those of the steepest slopes, and say
-        little of what follows; then twice as many with every round, and all as soon as gradients are predicted ``well``.
+    def trust(self, losses: Sequence[float], *, well: bool) -> None:
+        """After a round with these N losses: the first step is made by itself, since the first gradients are those of the
+        steepest slopes, and say little of what follows; then twice as many with every round, and all as soon as gradients are
+        predicted ``well``. Half as many when losses have risen.
         """
-        self._trusted = self.limit if well else min(self.limit, max(1, 2 * self._trusted))
+        if self._rose(losses):
+            self._trusted = max(1, self._trusted // 2)
+        else:
+            self._trusted = self.limit if well else min(self.limit, max(1, 2 * self._trusted))
+
+    def _rose(self, losses: Sequence[float]) -> bool:
+        """Whether losses are surely above those of the round before, or above where all began."""
+        if self._moving or self.first is None or not self._losses:
+            return False
+        now, last = np.array(losses), np.array(self._losses[-1])
+        spread = np.sqrt(now.var() / len(now) + last.var() / len(last))
+        return bool(not now.mean() <= min(last.mean() + RISEN * spread, self.first))
 
     def see(self, off: Sequence[float]) -> None:
         """Learn how wrong predictions were at the points of a round, in order."""

@@ -33,14 +33,16 @@ class Quadratic:
         rows: where the history keeps them, the oldest first.
         crossed: inner products (n, n) of gradient i with the way from the newest point to point j.
         num_newest: of the n, those of the newest round.
+        sign: −1 where the loss is to be made large: there it bends down where it is steep.
     """
 
-    def __init__(self, rows: Sequence[int], crossed: Floats, num_newest: int) -> None:
+    def __init__(self, rows: Sequence[int], crossed: Floats, num_newest: int, sign: float = 1.0) -> None:
         self.rows = list(rows)
         n = len(self.rows)
         self._num_newest = max(1, min(num_newest, n))
         self._center = np.eye(n) - 1.0 / n
-        found = self._center @ crossed @ self._center
+        self._sign = sign
+        found = sign * self._center @ crossed @ self._center
         self._values, self._vectors = np.linalg.eigh(np.nan_to_num(found + found.T) / 2)
         self._rounding = ROUNDING * float(np.abs(np.nan_to_num(crossed)).max(initial=0.0))
         self._mean: Floats = crossed[:, n - self._num_newest :].mean(axis=1)
@@ -56,6 +58,6 @@ class Quadratic:
         least = max(ridge * float(values[-1]), self._rounding, 1e-150)
         inverse = np.where(values > 0, values / (values * values + least * least), 0.0)
         turned = self._center @ (along - self._mean)
-        found: Floats = self._center @ (vectors @ (inverse * (vectors.T @ turned)))
+        found: Floats = self._sign * self._center @ (vectors @ (inverse * (vectors.T @ turned)))
         found[len(found) - self._num_newest :] += 1.0 / self._num_newest
         return found
