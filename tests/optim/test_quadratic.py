@@ -151,7 +151,7 @@ def test_what_is_made_large_is_made_so_as_fast_as_its_opposite_is_made_small(kin
     def run(sign: float) -> list[float]:
         x = nn.Parameter(torch.linspace(-1, 1, 20))
         slopes = torch.logspace(0, 1.5, 20)
-        kwargs = {"lr": 0.02, "maximize": sign < 0}
+        kwargs: dict[str, Any] = {"lr": 0.02, "maximize": sign < 0}
         base = torch.optim.Adam([x], **kwargs) if kind == "Adam" else torch.optim.SGD([x], momentum=0.9, **kwargs)
         opt = OptEx(base, parallel=4)
         return [sign * opt.step(lambda i: sign * (slopes * x.square()).sum()) for _ in range(20)]

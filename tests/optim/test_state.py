@@ -17,7 +17,7 @@ def optimizer(**options: Any) -> tuple[OptEx, Task]:
     return OptEx(OPTIMIZERS["adam"](list(model.parameters())), parallel=3, **options), Task(model)
 
 
-@pytest.mark.parametrize("name", ["gradients", "points", "squares", "products", "sizes", "rows", "sampled"])
+@pytest.mark.parametrize("name", ["gradients", "points", "squares", "products", "sizes", "rows", "sampled", "slots", "whole"])
 def test_a_history_that_lacks_something_is_refused_and_nothing_changes(name: str) -> None:
     opt, task = optimizer()
     opt.step(task.loss)
@@ -28,6 +28,19 @@ def test_a_history_that_lacks_something_is_refused_and_nothing_changes(name: str
     with pytest.raises(CheckpointError, match=f"lacks {name}"):
         other.load_state_dict(state)
     assert other.state_dict()["state"] == before["state"] == {}
+
+
+@pytest.mark.parametrize("change", [lambda whole: whole[:-2], lambda whole: None])
+def test_newest_points_of_another_number_are_refused_and_nothing_changes(change: Any) -> None:
+    opt, task = optimizer(distance_coordinates=20)
+    for _ in range(4):
+        opt.step(task.loss)
+    state = opt.state_dict()
+    other, _ = optimizer(distance_coordinates=20)
+    state["optex"]["history"]["whole"] = change(state["optex"]["history"]["whole"])
+    with pytest.raises(CheckpointError, match="whole"):
+        other.load_state_dict(state)
+    assert other.state_dict()["state"] == {}
 
 
 def test_hooks_of_saving_and_loading() -> None:

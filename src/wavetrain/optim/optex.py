@@ -39,7 +39,7 @@ from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
-from wavetrain.optim.saved import check_history, check_names, check_owner, check_part, check_version
+from wavetrain.optim.saved import check_history, check_names, check_owner, check_part, check_version, shape_of
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
@@ -429,7 +429,7 @@ class OptEx(Optimizer):
         check_owner(own.get("dealt"), self._dealt)
         check_version(own, {"pace": self._pace.state_dict()} | ({} if saved is None else {"judge": self._judge.state_dict()}))
         if saved is not None:
-            shapes = {name: tuple(getattr(history, name).shape) for name in ("gradients", "points")}
+            shapes = {name: shape_of(getattr(history, name)) for name in ("gradients", "points", "whole")}
             check_history(own, {"mode": self.mode, "parallel": self.parallel, **shapes})
 
     @property

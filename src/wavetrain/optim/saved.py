@@ -57,12 +57,17 @@ def check_history(own: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     if missing:
         raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
     for name, value in here.items():
-        there = own[name] if name in own else tuple(saved[name].shape)
+        there = own[name] if name in own else shape_of(saved[name])
         if there != value:
             raise CheckpointError(
                 f"the saved history is of another optimizer: {name} {there}, here {value}; use the same parameters, mode, "
                 "parallel, history and distance_coordinates, or save with state_dict(history=False)"
             )
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Of a tensor; None of what is not there."""
+    return None if value is None else tuple(value.shape)
 
 
 def _whose(dealt: Sequence[int] | None) -> str:
