@@ -60,9 +60,12 @@ class Auto(Play):
         alongs: list[Floats | None] = []
         self.estimate_seconds += time.perf_counter() - begin
 
-        def predict(point: Tensor, squares: Floats) -> Floats | None:
-            alongs.append(before.along(point))
-            return before.weights(name, squares, alongs[-1]) if before.rows else None
+        def predict(row: int, point: Tensor) -> Floats | None:
+            squares, along = before.seen(point)
+            history.put(row, point, squares)
+            before.learn(row, along)
+            alongs.append(along)
+            return before.weights(name, squares, along) if before.rows else None
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
@@ -135,7 +138,7 @@ class Auto(Play):
         """The second half of a round: what the gradients say, and the steps that are made with them."""
         of, history, known = self.of, self.history, before.rows
         begin = time.perf_counter()
-        history.close(good)
+        history.close(good, [*(history.reached if before.bends else ()), *good])
         good = self._sane(good)
         self.gradient_norm = math.sqrt(float(history.products[good[0], good[0]]))
         cosines, errors = self._compare(predicted, known, good)
@@ -172,7 +175,8 @@ class Auto(Play):
         count, least = 0, math.inf
         while count < (of._pace.num_trusted if len(good) == len(self._taken) else min(of._pace.num_trusted, len(good))):
             begin = time.perf_counter()
-            found = models.weights("quadratic", self.history.squares[good[0]], models.along(flat.read(of._work)))
+            along = models.along(flat.read(of._work)) if count else models.along_to(good[0])
+            found = models.weights("quadratic", self.history.squares[good[0]], along)
             norm = self._norm(found, models.rows)
             self.estimate_seconds += time.perf_counter() - begin
             if not norm <= GROWN * least:
@@ -296,15 +300,8 @@ class Auto(Play):
 
         Their mean is what the step changes the loss by; exactly so for quadratic functions.
         """
-        of, history = self.of, self.history
-        count = self.flat.num_counted
-        found = np.zeros((len(good) - 1, 2))
-        for at in range(len(good) - 1):
-            begin, end = (history.point(row) for row in good[at : at + 2])
-            moved = torch.sub(end, begin, out=of._work)[:count]
-            for i, row in enumerate(good[at : at + 2]):
-                found[at, i] = float(history.gradients[row][:count].to(moved.dtype) @ moved)
-        return of._shards.total(self._sign * found)
+        begins, ends, ways = good[:-1], good[1:], self.history.ways
+        return self._sign * np.stack([ways[begins, ends], -ways[ends, begins]], axis=1)
 
     def _curvature(
         self, slopes: Floats, predicted: Sequence[Floats | None], known: Sequence[int], good: Sequence[int]

@@ -76,6 +76,23 @@ class Models:
             return None
         return self.history.along(self.quadratic.rows, point, self.quadratic.origin)
 
+    def seen(self, point: Tensor) -> tuple[Floats, Floats | None]:
+        """The squared distances (T,) of a point (d,), and what the quadratic model asks of it."""
+        if self.quadratic is None:
+            return self.history.squares_to(point), None
+        return self.history.seen(point, self.quadratic.rows, self.quadratic.origin)
+
+    def learn(self, row: int, along: Floats | None) -> None:
+        """What was asked of the point of a row is known of it from now on."""
+        if self.quadratic is not None and along is not None:
+            self.history.learn(row, self.quadratic.rows, along, self.quadratic.origin)
+
+    def along_to(self, row: int) -> Floats | None:
+        """What the quadratic model asks of the point of one of its rows."""
+        if self.quadratic is None:
+            return None
+        return self.history.crossed(self.quadratic.rows, self.quadratic.origin)[:, self.quadratic.rows.index(row)]
+
     def weights(self, name: str, squares: Floats, along: Floats | None, ridge: float | None = None) -> Floats:
         """Weights (n,) that an estimator gives the known gradients, at a point with these squared distances (T,)."""
         n, found = len(self.rows), np.zeros(len(self.rows))

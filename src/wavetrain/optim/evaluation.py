@@ -29,6 +29,8 @@ class Evaluated:
     loss: float
     has: tuple[bool, ...]
     """Which parameters got a gradient."""
+    finite: bool
+    """Whether loss and gradient are numbers."""
 
 
 def with_index(closure: Closure, model: nn.Module | None = None) -> Callable[..., Any]:
@@ -108,9 +110,10 @@ def evaluate(
         )
     if scale is not None:
         out.div_(scale)
-    return Evaluated(float(loss.detach()), has)
+    found = float(loss.detach())
+    return Evaluated(found, has, math.isfinite(found) and is_finite(out))
 
 
-def is_finite(loss: float, gradient: Tensor) -> bool:
-    """Whether both are numbers."""
-    return math.isfinite(loss) and bool(torch.isfinite(gradient).all())
+def is_finite(gradient: Tensor) -> bool:
+    """Whether all are numbers. If their sum is one they are, and it is much quicker; if it is none, it may be too large."""
+    return math.isfinite(float(gradient.sum())) or bool(torch.isfinite(gradient).all())

@@ -83,11 +83,10 @@ class Flat:
         return tuple(p._version for p in self.parameters)
 
     @torch.no_grad()
-    def checksum(self) -> tuple[float, float]:
-        """Two numbers that differ if parameters do."""
-        sums = [p.double().sum() for p in self.parameters]
-        squares = [p.double().square().sum() for p in self.parameters]
-        return float(torch.stack(sums).sum()), float(torch.stack(squares).sum())
+    def checksum(self, work: Tensor) -> tuple[float, float]:
+        """Two numbers that differ if parameters do; their values are in ``work`` (d,) then."""
+        values = self.read(work)
+        return float(values.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
     def forget_gradients(self) -> None:
         """No parameter has a gradient, nor has a frozen one that was left from before."""

@@ -1,9 +1,9 @@
 """History: the last T points and their gradients, with the few numbers between them that estimators need.
 
 Kept are the gradients (T, d), the points (T, c) at the coordinates that distances are measured on (all of them, or a sample),
-and two T × T matrices: squared distances between points, and inner products of gradients. A new pair costs one pass over
-either; nothing is made anew. What is predicted is always a sum of kept gradients, so that how wrong it was is found from inner
-products alone.
+and three T × T matrices: squared distances between points, inner products of gradients, and of gradients with the ways between
+points. A new pair costs one pass over either; nothing is made anew. What is predicted is always a sum of kept gradients, so that
+how wrong it was is found from inner products alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from wavetrain.optim.team import Shards
 
 Floats = NDArray[np.float64]
 WIDE: Final = (torch.float32, torch.float64)
-NAMES: Final = ("gradients", "points", "squares", "products", "sizes", "rows", "sampled", "slots", "whole")
+MATRICES: Final = ("squares", "products", "ways", "sizes")
+NAMES: Final = ("gradients", "points", *MATRICES, "rows", "sampled", "slots", "whole")
 """Of what is saved."""
 _AT_ONCE: Final = 1 << 20
 """Coordinates that are made wide at once."""
 _IN_CACHE: Final = 1 << 16
-"""Coordinates of which the ways between points fit into a cache."""
+"""Coordinates of which the way to a point fits into a cache."""
+_ALL_IN_CACHE: Final = 1 << 14
+"""Coordinates of which the ways to all points do."""
 
 
 class History:
@@ -67,6 +70,8 @@ class History:
         """Squared distances between points."""
         self.products: Floats = np.zeros((capacity, capacity))
         """Inner products of gradients."""
+        self.ways: Floats = np.full((capacity, capacity), math.inf)
+        """Inner products of gradient i with the way from its own point to point j; infinite where they were not measured."""
         self.sizes: Floats = np.zeros(capacity)
         """Norms of points."""
         self.rows: list[int] = []
@@ -79,7 +84,6 @@ class History:
             self.whole = torch.zeros(self._num_whole, num_coordinates, device=device, dtype=dtype)
         self.slots: dict[int, int] = {}
         """Rows of ``whole`` by the row of the pair, the oldest first."""
-        self._crossed: tuple[tuple[int, ...], Floats] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,23 +94,32 @@ class History:
 
     def squares_to(self, point: Tensor) -> Floats:
         """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
-        chosen = _wide(self._chosen(point))
+        return self._shards.total(self._squares(point))
+
+    def seen(self, point: Tensor, rows: Sequence[int], origin: int) -> tuple[Floats, Floats]:
+        """:meth:`squares_to` and :meth:`along` of a point, by one sum over the ranks."""
+        found = self._shards.total(np.concatenate([self._squares(point), self._along(rows, point, origin)]))
+        return found[: self.capacity], found[self.capacity :]
+
+    def _squares(self, point: Tensor) -> Floats:
         # straight sums of squared differences: by way of inner products, close points would lose all their digits
+        chosen = _wide(self._chosen(point))
         far = torch.stack([torch.dist(_wide(row), chosen) for row in self.points])
-        return self._shards.total(self._share * far.double().cpu().numpy() ** 2)
+        found: Floats = self._share * far.double().cpu().numpy() ** 2
+        return found
 
     def _chosen(self, point: Tensor) -> Tensor:
-        return point[: self._num_counted] if self.sampled is None else point[self.sampled]
+        return point[: self._num_counted] if self.sampled is None else point.index_select(0, self.sampled)
 
     def combine(self, weights: Floats, rows: Sequence[int], out: Tensor) -> Tensor:
         """Σ weights[j] · gradient of rows[j], into ``out`` (d,)."""
         if out.dtype == self.gradients.dtype and out.dtype in WIDE and weights.any():
             every = np.zeros(self.capacity)
             every[list(rows)] = weights
-            used = np.flatnonzero(every)
-            span = slice(int(used[0]), int(used[-1]) + 1)
-            w = torch.as_tensor(every[span], device=out.device, dtype=out.dtype)
-            return torch.addmv(out, self.gradients[span].t(), w, beta=0, out=out)  # one pass over these rows, nothing made anew
+            for i, run in enumerate(_runs(np.flatnonzero(every).tolist())):  # one pass over these rows, nothing made anew
+                w = torch.as_tensor(every[run], device=out.device, dtype=out.dtype)
+                torch.addmv(out, self.gradients[run].t(), w, beta=int(i > 0), out=out)
+            return out
         out.zero_()
         for row, weight in zip(rows, weights.tolist(), strict=True):
             out.add_(self.gradients[row], alpha=weight)
@@ -123,29 +136,53 @@ class History:
         known = rows if self.whole is None else [row for row in rows if row in self.slots]
         return rows[len(rows) - len(known) :]
 
+    @property
+    def reached(self) -> list[int]:
+        """Rows in use, the oldest first, whose points are still there with all coordinates, after new ones were put."""
+        return self.rows[-self._num_whole :] if self.whole is None else [row for row in self.rows if row in self.slots]
+
     def along(self, rows: Sequence[int], point: Tensor, origin: int) -> Floats:
         """Inner products (n,) of the gradients of ``rows`` with the way to ``point`` (d,) from that of row ``origin``."""
-        return self._shards.total(self._along(rows, point[None], origin)[:, 0])
+        return self._shards.total(self._along(rows, point, origin))
+
+    def _along(self, rows: Sequence[int], point: Tensor, origin: int) -> Floats:
+        start, found = self.point(origin), np.zeros(self.capacity)
+        runs = _runs(rows)
+        for first in range(0, self._num_counted, _IN_CACHE):
+            part = slice(first, min(first + _IN_CACHE, self._num_counted))
+            way = _wide(point[part] - start[part])  # first of all: of inner products with points no digit would be left
+            for run in runs:
+                found[run] += (_wide(self.gradients[run, part]) @ way).double().cpu().numpy()
+        return found[list(rows)]
 
     def crossed(self, rows: Sequence[int], origin: int) -> Floats:
         """Inner products (n, n): of the gradient of rows[i] with the way to the point of rows[j] from that of row ``origin``."""
-        asked = (*rows, origin)
-        if self._crossed is None or self._crossed[0] != asked:  # the same after a round, and before the next
-            points, places = self.points, list(rows)
-            if self.whole is not None:
-                points, places = self.whole, [self.slots[row] for row in rows]
-            self._crossed = asked, self._shards.total(self._along(rows, points, origin)[:, places])
-        return self._crossed[1]
+        lacking = [row for row in rows if not np.isfinite(self.ways[row, list(rows)]).all()]
+        if lacking:
+            self.ways[np.ix_(lacking, rows)] = self._shards.total(self._ways(lacking, rows))
+        return self.ways[np.ix_(rows, rows)] - self.ways[list(rows), origin][:, None]
 
-    def _along(self, rows: Sequence[int], points: Tensor, origin: int) -> Floats:
-        """(n, points), of the coordinates here; differences of points come first: of inner products no digit would be left."""
-        start, found = self.point(origin), np.zeros((self.capacity, len(points)))
-        used = slice(min(rows), max(rows) + 1)
-        for first in range(0, self._num_counted, _IN_CACHE):
-            part = slice(first, min(first + _IN_CACHE, self._num_counted))
-            ways = _wide(points[:, part] - start[part])
-            found[used] += (_wide(self.gradients[used, part]) @ ways.t()).double().cpu().numpy()
-        return found[list(rows)]
+    def learn(self, row: int, rows: Sequence[int], along: Floats, origin: int) -> None:
+        """That the gradients of ``rows`` have the inner products :meth:`along` with the way from ``origin`` to the point of a row.
+
+        Such ways follow each other from round to round, each no longer than a round goes: no digit is lost but by the sum.
+        """
+        self.ways[list(rows), row] = self.ways[list(rows), origin] + along
+
+    def _ways(self, rows: Sequence[int], others: Sequence[int]) -> Floats:
+        """Of the coordinates here: inner products (n, m) of the gradients of ``rows`` with the ways from their own points to those
+        of ``others``, which they are among.
+        """
+        points, places = self.points, list(others)
+        if self.whole is not None:
+            points, places = self.whole, [self.slots[row] for row in others]
+        start, found = self.point(others[-1]), np.zeros((len(rows), len(places)))
+        for first in range(0, self._num_counted, _ALL_IN_CACHE):
+            part = slice(first, min(first + _ALL_IN_CACHE, self._num_counted))
+            ways = _wide(points[:, part][places].sub_(start[part]))
+            found += (_wide(_picked(self.gradients[:, part], rows)) @ ways.t()).double().cpu().numpy()
+        own = found[range(len(rows)), [list(others).index(row) for row in rows]]
+        return found - own[:, None]
 
     def take_rows(self, count: int) -> list[int]:
         """Rows to write to: free ones first, then the oldest, which are forgotten."""
@@ -155,7 +192,6 @@ class History:
 
     def put(self, row: int, point: Tensor, squares: Floats) -> None:
         """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
-        self._crossed = None
         self.points[row].copy_(self._chosen(point))
         if self.whole is not None:
             free = [i for i in range(self._num_whole) if i not in self.slots.values()]
@@ -167,24 +203,33 @@ class History:
         self.squares[row, :] = squares
         self.squares[:, row] = squares
         self.squares[row, row] = 0.0
-        own = np.array([float(torch.linalg.vector_norm(point[: self._num_counted])) ** 2])
-        self.sizes[row] = math.sqrt(float(self._shards.total(own)[0]))
+        self.ways[row, :] = math.inf
+        self.ways[:, row] = math.inf
 
-    def close(self, rows: Sequence[int]) -> None:
-        """The gradients of ``rows`` have been written: take them in, as the newest."""
-        counted, span = self.gradients[:, : self._num_counted], slice(rows[0], rows[0] + len(rows))
-        new = (
-            counted[span] if list(rows) == list(range(span.start, span.stop)) else counted[list(rows)]
-        )  # a copy where it must be
-        size = counted.shape[1] if counted.dtype in WIDE else _AT_ONCE
+    def close(self, rows: Sequence[int], others: Sequence[int] = ()) -> None:
+        """The gradients of ``rows`` have been written: take them in, as the newest.
+
+        With ``others``, of the newest points and ``rows`` among them, also what the new gradients say of the ways to these.
+        """
+        sizes = [float(torch.linalg.vector_norm(self.point(row)[: self._num_counted])) ** 2 for row in rows]
+        parts = [self._products(rows), np.array(sizes)[:, None], self._ways(rows, others) if others else np.zeros((len(rows), 0))]
+        products, squared, ways = np.split(self._shards.total(np.hstack(parts)), [self.capacity, self.capacity + 1], axis=1)
+        self.products[list(rows), :] = products
+        self.products[:, list(rows)] = products.T
+        self.sizes[list(rows)] = np.sqrt(squared[:, 0])
+        if others:
+            self.ways[np.ix_(rows, others)] = ways
+        self.rows += rows
+
+    def _products(self, rows: Sequence[int]) -> Floats:
+        """Inner products (n, T) of the gradients of ``rows`` with all, of the coordinates here."""
+        counted = self.gradients[:, : self._num_counted]
+        new, size = _picked(counted, rows), counted.shape[1] if counted.dtype in WIDE else _AT_ONCE
         found = np.zeros((len(rows), self.capacity))
         for first in range(0, counted.shape[1], max(1, size)):
             part = slice(first, first + size)
             found += (_wide(new[:, part]) @ _wide(counted[:, part]).t()).double().cpu().numpy()
-        found = self._shards.total(found)
-        self.products[list(rows), :] = found
-        self.products[:, list(rows)] = found.T
-        self.rows += rows
+        return found
 
     def forget(self, rows: Sequence[int]) -> None:
         """Rows that were closed, as if they had not been."""
@@ -199,17 +244,16 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values."""
         tensors = {"gradients": self.gradients.clone(), "points": self.points.clone()}
-        small = {name: torch.from_numpy(getattr(self, name).copy()) for name in ("squares", "products", "sizes")}
+        small = {name: torch.from_numpy(getattr(self, name).copy()) for name in MATRICES}
         places = {"rows": list(self.rows), "slots": [list(one) for one in self.slots.items()]}
         given = {"sampled": self.sampled, "whole": self.whole}
         return {**tensors, **small, **places, **{name: None if one is None else one.clone() for name, one in given.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave, of a history of the same sizes."""
-        self._crossed = None
         self.gradients.copy_(state["gradients"])
         self.points.copy_(state["points"])
-        for name in ("squares", "products", "sizes"):
+        for name in MATRICES:
             setattr(self, name, state[name].numpy().copy())
         self.rows = list(state["rows"])
         self.slots = dict(state["slots"])
@@ -222,3 +266,15 @@ class History:
 def _wide(x: Tensor) -> Tensor:
     """X in a type that sums can be made in; itself if it is of one."""
     return x if x.dtype in WIDE else x.float()
+
+
+def _picked(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows; without a copy where they follow each other."""
+    return x[rows[0] : rows[-1] + 1] if list(rows) == list(range(rows[0], rows[-1] + 1)) else x[list(rows)]
+
+
+def _runs(rows: Sequence[int]) -> list[slice]:
+    """Rows in the order of memory, those that follow each other together."""
+    ordered = sorted(rows)
+    begins = [i for i, row in enumerate(ordered) if i == 0 or row != ordered[i - 1] + 1]
+    return [slice(ordered[a], ordered[b - 1] + 1) for a, b in zip(begins, [*begins[1:], len(ordered)], strict=True)]

@@ -276,7 +276,7 @@ class OptEx(Optimizer):
         if not self._whole.same(self.base.param_groups):
             self._forget()  # parameters were added, frozen or unfrozen
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
-        seed = self._team.agree(self._agreed(), seed)
+        seed = self._team.agree(self._agreed, seed)
         if self.model is not None and self._threads is None:
             call = partial(_with_model, call, self.model)
         play = (Paper if self.mode == "paper" else Auto)(self, call, seed)
@@ -295,7 +295,7 @@ class OptEx(Optimizer):
         """Numbers that are the same on all ranks of a process group, unless something is wrong."""
         groups = [{k: _number(v) for k, v in group.items() if k != "params"} for group in self.base.param_groups]
         known = (groups, self._history.rows, self._num_newest, self._whole.num_coordinates, self._round, self._pace.num_points)
-        return (*self._whole.checksum(), float(zlib.crc32(repr(known).encode())))
+        return (*self._whole.checksum(self._gradient), float(zlib.crc32(repr(known).encode())))
 
     def later(self, closure: Callable[[], Any]) -> None:
         """Keep the loss of a minibatch for the next ``step()`` without arguments.

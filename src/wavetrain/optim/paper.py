@@ -31,7 +31,9 @@ class Paper(Play):
             process = Process(PAPER, history.between(known), unit, mean=False)
         self.estimate_seconds += time.perf_counter() - begin
 
-        def predict(_: Tensor, squares: Floats) -> Floats:
+        def predict(row: int, point: Tensor) -> Floats:
+            squares = history.squares_to(point)
+            history.put(row, point, squares)
             return np.zeros(len(known)) if process is None else process.weights(squares[known])
 
         predicted = self._propose(new, predict)

@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wavetrain.errors import DivergedError
-from wavetrain.optim.evaluation import evaluate, is_finite
+from wavetrain.optim.evaluation import evaluate
 from wavetrain.optim.rounds import Round
 from wavetrain.optim.team import Group, Shared
 from wavetrain.optim.threads import Threads
@@ -48,10 +49,15 @@ class Play(ABC):
     def run(self) -> Round:
         """Do it: N gradients, up to N steps."""
 
-    def _propose(self, new: list[int], predict: Callable[[Tensor, Floats], Floats | None]) -> list[Floats | None]:
-        """Points to evaluate, each a step from the one before with what is predicted there; the predictions, as weights."""
-        of, flat, history = self.of, self.flat, self.history
-        known = list(history.rows)
+    def _propose(self, new: list[int], predict: Callable[[int, Tensor], Floats | None]) -> list[Floats | None]:
+        """Points to evaluate, each a step from the one before with what is predicted there; the predictions, as weights.
+
+        Args:
+            new: the rows they go to.
+            predict: given a row and a point, puts it there, and predicts.
+        """
+        of, flat = self.of, self.flat
+        known = list(self.history.rows)
         begin = time.perf_counter()
         of._fork.save()
         flat.read(of._start)
@@ -62,10 +68,7 @@ class Play(ABC):
         predicted: list[Floats | None] = []
         for at, row in enumerate(new):
             begin = time.perf_counter()
-            point = flat.read(of._work)
-            squares = history.squares_to(point)
-            history.put(row, point, squares)
-            found = predict(point, squares)
+            found = predict(row, of._start if at == 0 else flat.read(of._work))
             self.estimate_seconds += time.perf_counter() - begin
             if at + 1 < len(new):
                 predicted.append(found)
@@ -93,19 +96,22 @@ class Play(ABC):
                 flat.write(self._point(new, at))
             count = 0
             for i in indices:
-                one = shared[i] if shared else of._team.share(self._one(i))[0]
+                one = shared[i] if shared else self._agreed(of._team.share(self._one(i)))[0]
                 losses[i] = one.loss
-                if not of._shards.all(is_finite(one.loss, one.gradient)):
+                if not one.finite:
                     continue
                 self.has = tuple(a or b for a, b in zip(self.has or one.has, one.has, strict=True))
                 count += 1
-                if count == 1:
+                if len(indices) == 1 < len(new):
+                    history.gradients[row].copy_(one.gradient)
+                elif count == 1:
                     of._mean.copy_(one.gradient)
                 else:
                     of._mean.add_(one.gradient)
             if not count:
                 break
-            history.gradients[row].copy_(of._mean.div_(count))
+            if not len(indices) == 1 < len(new):
+                history.gradients[row].copy_(of._mean.div_(count))
             good.append(row)
         of._has = self.has or of._has
         history.drop(new[len(good) :])
@@ -125,7 +131,7 @@ class Play(ABC):
     def _shared(self, team: Group, new: list[int]) -> dict[int, Shared]:
         """Every rank's minibatch, each evaluated where it belongs."""
         team.place([self._point(new, i % len(new)) for i in range(self.of.parallel)], self.whole)
-        return dict(enumerate(team.share(self._one(team.rank))))
+        return dict(enumerate(self._agreed(team.share(self._one(team.rank)))))
 
     def _threaded(self, threads: Threads, new: list[int]) -> dict[int, Shared]:
         """Every minibatch, evaluated by threads."""
@@ -133,6 +139,13 @@ class Play(ABC):
         points = [self._point(new, i % len(new)) for i in range(of.parallel)]
         found = threads.evaluate(self.closure, points, self._scale)
         return {i: of._team.share(one)[0] for i, one in enumerate(found)}
+
+    def _agreed(self, shared: list[Shared]) -> list[Shared]:
+        """What is a number here but not on a rank that holds other parameters is none; a minibatch is of all or of these."""
+        if self.whole is not self.flat:
+            return shared
+        fine = self.of._shards.all([one.finite for one in shared])
+        return [replace(one, finite=finite) for one, finite in zip(shared, fine, strict=True)]
 
     def _point(self, new: list[int], at: int) -> Tensor:
         """The proposed point ``at`` (d,)."""
@@ -151,7 +164,7 @@ class Play(ABC):
             return Shared(of._gradient, 0.0, (False,) * len(self.whole.parameters), error)
         finally:
             self.whole.forget_gradients()
-        return Shared(of._gradient, done.loss, done.has)
+        return Shared(of._gradient, done.loss, done.has, finite=done.finite)
 
     def _skipped(self, losses: Sequence[float], num_points: int) -> Round:
         """A round that overflowed in fp16: nothing is done, the scaler has been told."""
@@ -191,7 +204,8 @@ class Play(ABC):
         scale = most / norm if most < norm < math.inf else 1.0
         asked = ((found * scale).tobytes(), tuple(rows))
         too_large = norm == math.inf > most  # their squares are more than float32 holds
-        if too_large or self._summed is None or self._summed != (*asked, *self._print()):
+        same = self._summed is not None and self._summed[:2] == asked and self._summed[2:] == self._print()
+        if too_large or not same:
             self.history.combine(found * scale, rows, of._sum)
             if too_large:
                 counted = of._sum[: self.flat.num_counted].double()

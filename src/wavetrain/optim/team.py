@@ -7,7 +7,7 @@ hold all parameters to evaluate minibatches with, but each keeps the history of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,8 +29,8 @@ class Team(Protocol):
     size: int | None
     """Minibatches of a round, where the team decides; None where the user does."""
 
-    def agree(self, numbers: tuple[float, ...], seed: int) -> int:
-        """Check that all are at the same point; the seed of the round, the same for all.
+    def agree(self, numbers: Callable[[], tuple[float, ...]], seed: int) -> int:
+        """Check that all are at the same point, where ``numbers`` are the same; the seed of the round, the same for all.
 
         Raises:
             RuntimeFailure: they are not.
@@ -56,6 +56,8 @@ class Shared:
     has: tuple[bool, ...]
     """Which parameters got a gradient."""
     error: Exception | None = None
+    finite: bool = True
+    """Whether loss and gradient are numbers, of all parameters that it was evaluated with."""
 
 
 class Alone:
@@ -63,7 +65,7 @@ class Alone:
 
     size: int | None = None
 
-    def agree(self, numbers: tuple[float, ...], seed: int) -> int:
+    def agree(self, numbers: Callable[[], tuple[float, ...]], seed: int) -> int:
         """With oneself."""
         return seed
 
@@ -90,9 +92,9 @@ class Group:
     def finish(self, flat: Flat, whole: Flat) -> None:
         """After the steps of a round: all ranks have made the same."""
 
-    def agree(self, numbers: tuple[float, ...], seed: int) -> int:
+    def agree(self, numbers: Callable[[], tuple[float, ...]], seed: int) -> int:
         """All ranks send a few numbers that are the same if their parameters and rounds are."""
-        mine = torch.tensor([*numbers, float(seed)], dtype=torch.float64, device=self._device)
+        mine = torch.tensor([*numbers(), float(seed)], dtype=torch.float64, device=self._device)
         found = [torch.empty_like(mine) for _ in range(self.size or 1)]
         dist.all_gather(found, mine, group=self._group)
         bits = [one[:-1].view(torch.int64) for one in found]  # what is no number is the same as itself
@@ -110,15 +112,14 @@ class Group:
         gradients = [torch.empty_like(mine.gradient) for _ in heads]
         dist.all_gather(gradients, mine.gradient, group=self._group)
         return [
-            Shared(gradient, float(one[1]), tuple(bool(v) for v in one[2:]))
+            Shared(gradient, float(one[1]), tuple(bool(v) for v in one[3:]), finite=bool(one[2]))
             for gradient, one in zip(gradients, heads, strict=True)
         ]
 
     def _heads(self, mine: Shared) -> list[Tensor]:
-        """Of every rank: whether it could evaluate, its loss, and which parameters got a gradient."""
-        head = torch.tensor(
-            [float(mine.error is None), mine.loss, *map(float, mine.has)], dtype=torch.float64, device=self._device
-        )
+        """Of every rank: whether it could evaluate, its loss, whether all are numbers, and which parameters got a gradient."""
+        numbers = [float(mine.error is None), mine.loss, float(mine.finite), *map(float, mine.has)]
+        head = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         heads = [torch.empty_like(head) for _ in range(self.size or 1)]
         dist.all_gather(heads, head, group=self._group)
         if mine.error is not None:
@@ -180,7 +181,7 @@ class Dealt(Group):
         own = self._parts[self.rank]
         found = self._exchange(mine.gradient, self._parts, [own] * len(heads)).view(len(heads), own)
         return [
-            Shared(part, float(one[1]), tuple(bool(v) for v in one[2:][self._own]))
+            Shared(part, float(one[1]), tuple(bool(v) for v in one[3:][self._own]), finite=bool(one[2]))
             for part, one in zip(found, heads, strict=True)
         ]
 
@@ -213,6 +214,6 @@ class Shards:
         found: Floats = sums.cpu().numpy()
         return found
 
-    def all(self, one: bool) -> bool:
-        """Whether it is so on all ranks."""
-        return one if self._group is None else not self.total(np.array([float(not one)]))[0]
+    def all(self, each: Sequence[bool]) -> list[bool]:
+        """Whether each is so on all ranks."""
+        return [not one for one in self.total(np.array([float(not one) for one in each]))]

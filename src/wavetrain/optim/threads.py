@@ -127,7 +127,7 @@ class _Twin:
         if written:
             told = f"the model's forward pass writes to its buffers (BatchNorm?), and a twin's are lost; {_INSTEAD}"
             return Shared(gradient, 0.0, none, InputError(told))
-        return Shared(gradient, done.loss, done.has)
+        return Shared(gradient, done.loss, done.has, finite=done.finite)
 
     def _buffers(self) -> list[tuple[int, int]]:
         """Changes when one is written to, or replaced."""
