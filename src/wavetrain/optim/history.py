@@ -125,6 +125,18 @@ class History:
             out.add_(self.gradients[row], alpha=weight)
         return out
 
+    def move(self, point: Tensor, weights: Floats, rows: Sequence[int]) -> Tensor:
+        """Add Σ weights[j] · (point of rows[j] − point of rows[−1]), of the newest, to ``point`` (d,), which stays as it is, to
+        the bit, where these are the same.
+        """
+        points, origin = self.points if self.whole is None else self.whole, self.point(rows[-1])
+        places = list(rows) if self.whole is None else [self.slots[row] for row in rows]
+        w = torch.as_tensor(weights, device=point.device, dtype=point.dtype)
+        for first in range(0, len(point), _ALL_IN_CACHE):
+            part = slice(first, first + _ALL_IN_CACHE)
+            point[part].addmv_(points[places, part].sub_(origin[part]).t(), w)
+        return point
+
     def point(self, row: int) -> Tensor:
         """One of the newest points (d,)."""
         return self.points[row] if self.whole is None else self.whole[self.slots[row]]
@@ -163,15 +175,15 @@ class History:
         return self.ways[np.ix_(rows, rows)] - self.ways[list(rows), origin][:, None]
 
     def learn(self, row: int, rows: Sequence[int], along: Floats, origin: int) -> None:
-        """That the gradients of ``rows`` have the inner products :meth:`along` with the way from ``origin`` to the point of a row.
+        """That gradients of ``rows`` have the inner products :meth:`along` with the way from ``origin`` to the point of ``row``.
 
         Such ways follow each other from round to round, each no longer than a round goes: no digit is lost but by the sum.
         """
         self.ways[list(rows), row] = self.ways[list(rows), origin] + along
 
     def _ways(self, rows: Sequence[int], others: Sequence[int]) -> Floats:
-        """Of the coordinates here: inner products (n, m) of the gradients of ``rows`` with the ways from their own points to those
-        of ``others``, which they are among.
+        """Of the coordinates here: inner products (n, m) of the gradients of ``rows`` with the ways from their own points to
+        those of ``others``, which they are among.
         """
         points, places = self.points, list(others)
         if self.whole is not None:

@@ -16,7 +16,8 @@ import numpy as np
 
 WINDOW: Final = 6
 LEAST_LOSSES: Final = 24
-"""Rounds whose losses are compared with those of as many rounds before: the former, or those that have the latter."""
+"""Rounds whose losses are compared with those of as many rounds before: the former, or those that have the latter. Half of it
+where nothing predicts gradients."""
 SURE: Final = 1.0
 """Standard errors by which losses must have risen to say that they have stopped falling: what noise does alone is no reason."""
 LONGEST_PAUSE: Final = 48
@@ -84,8 +85,8 @@ class Pace:
         good = next((i for i, one in enumerate(off) if not one <= AHEAD), len(off))
         self._ahead = (self._ahead[1], good)
 
-    def hear(self, accepted: int, losses: Sequence[float]) -> None:
-        """Learn from a round: how many steps could be taken, and the N losses."""
+    def hear(self, accepted: int, losses: Sequence[float], *, blind: bool = False) -> None:
+        """Learn from a round: how many steps could be taken, the N losses, and whether nothing predicts gradients."""
         now = self.num_points
         if self.first is None:
             self.first = float(np.mean(losses))
@@ -99,7 +100,8 @@ class Pace:
         elif now < self.limit and self._good >= self._pause:
             self.num_points, self._good = min(self.limit, 2 * now), 0
         self._losses = [*self._losses[-2 * self._window + 1 :], [float(loss) for loss in losses]]
-        if self.num_points > 1 and len(self._losses) == 2 * self._window and self._stalled():
+        window = -(-self._window // 2) if blind else self._window
+        if self.num_points > 1 and len(self._losses) >= 2 * window and self._stalled(window):
             self._down()
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._losses = []
@@ -129,10 +131,11 @@ class Pace:
         if self.num_points == 1:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
 
-    def _stalled(self) -> bool:
+    def _stalled(self, window: int) -> bool:
         if self._moving:
             return False
-        before, after = (np.concatenate(part) for part in (self._losses[: self._window], self._losses[self._window :]))
+        last = self._losses[-2 * window :]
+        before, after = (np.concatenate(part) for part in (last[:window], last[window:]))
         spread = np.sqrt(before.var() / len(before) + after.var() / len(after))
         return bool(after.mean() >= before.mean() + SURE * spread)
 

@@ -36,7 +36,7 @@ class Play(ABC):
     def __init__(self, of: OptEx, closure: Callable[[int], Any], seed: int) -> None:
         self.of, self.closure, self.seed = of, closure, seed
         self._taken: list[int] = []
-        self._moved = False
+        self._moved = self._clipped = False
         self._summed: tuple[bytes, tuple[int, ...], float, float] | None = None
         """What the optimizer's ``_sum`` holds: weights, of which rows, and its :meth:`_print`."""
         self.flat, self.whole, self.history = of._flat, of._whole, of._history
@@ -200,7 +200,8 @@ class Play(ABC):
         of = self.of
         begin = time.perf_counter()
         norm = self._norm(found, rows)
-        most = min(most, math.inf if of._clip_norm is None else of._clip_norm)
+        if of._clip_norm is not None and of._clip_norm < min(norm, most):
+            most, self._clipped = of._clip_norm, True
         scale = most / norm if most < norm < math.inf else 1.0
         asked = ((found * scale).tobytes(), tuple(rows))
         too_large = norm == math.inf > most  # their squares are more than float32 holds
