@@ -7,6 +7,8 @@ A round, from the point θ₀ where the last one ended:
     evaluate   gₛ = true gradient at θₛ, minibatch s             s = 0 … N−1, independent of each other
     replay     from θ₀ and its state again: step with what the N true gradients, and those before, say of the gradient
                where the replay is (a quadratic model of the loss, or a Gaussian process; either averages noise out)
+    settle     towards where, by the quadratic model, the loss is least between the newest points: steps went back and forth
+               across valleys, and these lie on either side
 
 Where predictions hold, that is N steps, each with less noise than one minibatch has; where they are good, up to N more, past the
 last point. Where they do not hold, gradients are asked for at fewer points, several minibatches each, down to one point: then a
