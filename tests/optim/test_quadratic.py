@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from wavetrain.optim import OptEx
+from wavetrain.optim import OptEx, quadratic
 from wavetrain.optim import history as histories
-from wavetrain.optim import quadratic
 from wavetrain.optim.estimators import Judge
 from wavetrain.optim.history import History
 from wavetrain.optim.quadratic import Quadratic

@@ -1,8 +1,8 @@
 """OptEx's own round: propose, evaluate, replay with what was learnt, and go on along the proposed way where that is better.
 
 The replay makes steps from the start of the round with what all gradients, the new ones too, say of each point: by a quadratic
-model of the loss where the inner optimizer has momentum, and the model predicts no worse than a Gaussian process; else by that
-process, as far as evaluated points are near.
+model of the loss where that predicts no worse than a Gaussian process, and says something if the inner optimizer has no momentum;
+else by that process, as far as evaluated points are near. Then the round settles towards where the loss is least between points.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
-from wavetrain.optim.pace import AHEAD
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
 from wavetrain.optim.rounds import Round
@@ -54,11 +53,12 @@ class Auto(Play):
         num_points = of._pace.num_points
         new = self._taken = history.take_rows(num_points)
         begin = time.perf_counter()
-        of._judge.coasts = self._coasts
+        of._judge.coasts, of._pace.moving = self._coasts, of._moving_losses or not self._one_way
         due = of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0
         bends = num_points > 1 and due and self._one_way
-        before = of._judge.models(history, of._num_newest, bends=bends, sign=self._sign)
-        name = of._judge.best(bends=bends)
+        with _quiet():
+            before = of._judge.models(history, of._num_newest, bends=bends, sign=self._sign)
+            name = of._judge.best(bends=bends)
         told = str(of._judge.prior) if name == "gp" and before.process is not None else name
         if name == "quadratic" and before.quadratic is None:
             told = "mean" if before.rows else "zero"
@@ -71,7 +71,8 @@ class Auto(Play):
             history.put(row, point, squares)
             before.learn(row, along)
             alongs.append(along)
-            return self._limited(before.weights(name, squares, along), before) if before.rows else None
+            with _quiet():
+                return self._limited(before.weights(name, squares, along), before) if before.rows else None
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
@@ -79,7 +80,7 @@ class Auto(Play):
             return self._skipped(losses, num_points)
         if self._may_take_back and of._pace.astray(self._sign * losses[0]):
             return self._take_back(losses)
-        with np.errstate(over="ignore", invalid="ignore"):  # of a way that has exploded; what is no number is not believed
+        with _quiet():
             found = self._learn(losses, good, predicted, before, alongs, told)
         self._remember(good[0], found.num_accepted)
         return found
@@ -111,6 +112,15 @@ class Auto(Play):
     def _one_way(self) -> bool:
         """Whether all groups go down, or all up: else there is no loss to have a model of."""
         return len({bool(group.get("maximize", False)) for group in self.of.param_groups}) == 1
+
+    @property
+    def _may_settle(self) -> bool:
+        """Whether the loss alone is to say where parameters end: not where their decay does too; not where some stand still, by
+        a rate of 0 or for want of a gradient, since ways between points of before would move them; not past what clips steps.
+        """
+        still = not all(self.has) or any(float(group.get("lr", 1.0)) == 0 for group in self.of.param_groups)
+        decays = any(float(group.get("weight_decay") or 0.0) != 0 for group in self.of.param_groups)
+        return self.of._settles and not (still or decays or self._clipped)
 
     @property
     def _sign(self) -> float:
@@ -172,7 +182,7 @@ class Auto(Play):
         self.estimate_seconds += time.perf_counter() - begin
         heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
         if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
-            of._pace.trust(heard, well=bool(errors) and max(errors) <= AHEAD)
+            of._pace.trust(heard, errors)
             accepted = self._bend(after, good)
             of._pace.hear(len(self._taken), heard, blind=of._judge.blind)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
@@ -214,10 +224,10 @@ class Auto(Play):
         least, on the ways between known points.
 
         Steps go back and forth across valleys; there, the points on either side say where the bottom is. The inner optimizer's
-        state stays as it is. Not where gradients were clipped: who asks for that wants no other way than theirs.
+        state stays as it is.
         """
         of, quadratic = self.of, models.quadratic
-        if quadratic is None or self._clipped:
+        if quadratic is None or not of._shards.all([self._may_settle])[0]:
             return
         begin = time.perf_counter()
         end, rows = self.flat.read(of._work), quadratic.rows
@@ -358,6 +368,11 @@ class Auto(Play):
             size += float(w @ products[np.ix_(known, known)] @ w)
         down, bend = -float(slopes[:, 0].sum()), float((slopes[:, 1] - slopes[:, 0]).sum())
         return bend * cross / (down * size) if len(slopes) and down > 0 and cross > 0 and size > 0 else None
+
+
+def _quiet() -> np.errstate:
+    """Of a way that has exploded: what is no number is not believed."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

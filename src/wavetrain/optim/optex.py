@@ -89,6 +89,8 @@ class OptEx(Optimizer):
         history_dtype: of the gradients that are kept, such as ``torch.bfloat16``; default: that of the parameters.
         moving_losses: losses of different rounds cannot be compared, as in reinforcement learning, where what is learnt from
             changes: rounds are then never taken back, nor made larger batches, because losses rise.
+        settle: end rounds towards the least loss between known points, which no step of ``base`` goes to. It never does where
+            weights decay or gradients are clipped; False, too, where hooks keep parameters within limits.
         clip_norm: gradients that ``base`` steps with are scaled down to this norm.
         grad_scaler: of fp16 training: scales losses, and is told of gradients that are no numbers.
 
@@ -115,6 +117,7 @@ class OptEx(Optimizer):
         distance_coordinates: int | None = 32_768,
         history_dtype: torch.dtype | None = None,
         moving_losses: bool = False,
+        settle: bool = True,
         clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -170,6 +173,7 @@ class OptEx(Optimizer):
         self._select = select
         self._kernel = kernel
         self._moving_losses = moving_losses
+        self._settles = settle
         self._clip_norm = None if clip_norm is None else _positive("clip_norm", clip_norm)
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._capacity = capacity + self.parallel if mode == "paper" else max(capacity, self.parallel + 2)

@@ -39,7 +39,7 @@ class Pace:
 
     def __init__(self, limit: int, *, moving: bool = False) -> None:
         self.limit = limit
-        self._moving = moving
+        self.moving = moving
         self.num_points = limit
         self._window = max(WINDOW, -(-LEAST_LOSSES // limit))
         self._good = 0
@@ -62,19 +62,19 @@ class Pace:
         count = max(1, min(self._trusted, self.num_points))
         return count + (self.num_ahead if count == self.limit else 0)
 
-    def trust(self, losses: Sequence[float], *, well: bool) -> None:
-        """After a round with these N losses: the first step is made by itself, since the first gradients are those of the
-        steepest slopes, and say little of what follows; then twice as many with every round, and all as soon as gradients are
-        predicted ``well``. Half as many when losses have risen.
+    def trust(self, losses: Sequence[float], errors: Sequence[float]) -> None:
+        """After a round with these N losses, whose gradients were predicted with these relative errors, point by point: the first
+        step is made by itself, since the first gradients are those of the steepest slopes, and say little of what follows; then
+        twice as many with every round, or one more than gradients were predicted well. Half as many when losses have risen.
         """
         if self._rose(losses):
             self._trusted = max(1, self._trusted // 2)
         else:
-            self._trusted = self.limit if well else min(self.limit, max(1, 2 * self._trusted))
+            self._trusted = min(self.limit, max(1, 2 * self._trusted, _num_good(errors) + 1))
 
     def _rose(self, losses: Sequence[float]) -> bool:
         """Whether losses are surely above those of the round before, or above where all began."""
-        if self._moving or self.first is None or not self._losses:
+        if self.moving or self.first is None or not self._losses:
             return False
         now, last = np.array(losses), np.array(self._losses[-1])
         spread = np.sqrt(now.var() / len(now) + last.var() / len(last))
@@ -82,8 +82,7 @@ class Pace:
 
     def see(self, off: Sequence[float]) -> None:
         """Learn how wrong predictions were at the points of a round, in order."""
-        good = next((i for i, one in enumerate(off) if not one <= AHEAD), len(off))
-        self._ahead = (self._ahead[1], good)
+        self._ahead = (self._ahead[1], _num_good(off))
 
     def hear(self, accepted: int, losses: Sequence[float], *, blind: bool = False) -> None:
         """Learn from a round: how many steps could be taken, the N losses, and whether nothing predicts gradients."""
@@ -108,7 +107,7 @@ class Pace:
 
     def lost_all(self, loss: float) -> bool:
         """Whether a loss is no better than where all began, or no number."""
-        if self._moving:
+        if self.moving:
             return not math.isfinite(loss)
         return self.first is None or not loss <= self.first
 
@@ -116,7 +115,7 @@ class Pace:
         """Whether a round that begins with this loss shows that the last one led astray: it is above where all began, and far
         above every point of the last round.
         """
-        if self._moving or self.first is None or not self._losses:
+        if self.moving or self.first is None or not self._losses:
             return False
         last = self._losses[-1]
         return loss > self.first and loss > max(last) + FAR * (max(last) - min(last))
@@ -132,7 +131,7 @@ class Pace:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
 
     def _stalled(self, window: int) -> bool:
-        if self._moving:
+        if self.moving:
             return False
         last = self._losses[-2 * window :]
         before, after = (np.concatenate(part) for part in (last[:window], last[window:]))
@@ -158,3 +157,8 @@ class Pace:
         self._ahead = (state["ahead"][0], state["ahead"][1])
         self._trusted = state["trusted"]
         self.first = state["first"]
+
+
+def _num_good(errors: Sequence[float]) -> int:
+    """Relative errors up to the first that is no good."""
+    return next((i for i, one in enumerate(errors) if not one <= AHEAD), len(errors))

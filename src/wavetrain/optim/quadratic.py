@@ -61,6 +61,13 @@ class Quadratic:
         self._usual = max(float(np.median(np.diag(self._products))), 1e-300)
 
     @property
+    def _mean(self) -> Floats:
+        """Weights (n,) of the mean of the newest round's gradients."""
+        found = np.zeros(len(self.rows))
+        found[self._newest] = 1.0 / len(found[self._newest])
+        return found
+
+    @property
     def origin(self) -> int:
         """The row of the point that ways are measured from."""
         return self.rows[-1]
@@ -73,6 +80,8 @@ class Quadratic:
         shares = 1.0 / (NOISE + squared)
         shares = shares / shares.sum()
         found: Floats = moved @ shares
+        if not np.isfinite(found).all():  # nothing is known of a way this long
+            return self._mean
         found[self._newest] += shares
         return found
 

@@ -1,0 +1,104 @@
+"""What moves at the end of a round beside the inner optimizer's steps, and what must not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wavetrain.optim import OptEx
+
+DIMS = 20
+
+
+def bowl() -> tuple[Tensor, Tensor]:
+    """A curvature (d, d) with flat directions, and a slope (d,)."""
+    make = torch.Generator().manual_seed(0)
+    across = torch.randn(DIMS, DIMS, generator=make)
+    return across @ across.T / DIMS, torch.randn(DIMS, generator=make)
+
+
+KINDS: dict[str, Any] = {
+    "SGD": lambda groups, **how: torch.optim.SGD(groups, **{"lr": 0.1, **how}),
+    "momentum": lambda groups, **how: torch.optim.SGD(groups, **{"lr": 0.05, "momentum": 0.9, **how}),
+    "Adam": lambda groups, **how: torch.optim.Adam(groups, **{"lr": 0.05, **how}),
+    "Adagrad": lambda groups, **how: torch.optim.Adagrad(groups, **{"lr": 0.3, **how}),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("parallel", [2, 4])
+def test_weights_that_decay_end_where_plain_steps_end(kind: str, parallel: int) -> None:
+    curvature, slope = bowl()
+    x = nn.Parameter(torch.zeros(DIMS))
+    opt = OptEx(KINDS[kind]([x], weight_decay=0.1), parallel=parallel)
+    for _ in range(150):
+        opt.step(lambda i: 0.5 * x @ curvature @ x - slope @ x)
+    wanted = torch.linalg.solve(curvature + 0.1 * torch.eye(DIMS), slope)
+    assert float((x.detach() - wanted).norm()) < 0.2 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("how", ["rate", "gradient"])
+def test_what_stands_still_is_not_moved(kind: str, how: str) -> None:
+    curvature, slope = bowl()
+    x, y = nn.Parameter(torch.zeros(DIMS // 2)), nn.Parameter(torch.zeros(DIMS // 2))
+    base = KINDS[kind]([{"params": [x]}, {"params": [y]}])
+    opt = OptEx(base, parallel=4)
+
+    def loss(i: int, *, both: bool = True) -> Tensor:
+        whole = torch.cat([x, y if both else y.detach()])
+        found: Tensor = 0.5 * whole @ curvature @ whole - slope @ whole
+        return found
+
+    for _ in range(6):
+        opt.step(loss)
+    before = y.detach().clone()
+    if how == "rate":
+        base.param_groups[1]["lr"] = 0.0
+    for _ in range(5):
+        opt.step(lambda i: loss(i, both=how == "rate"))
+    assert torch.equal(y.detach(), before)
+
+
+@pytest.mark.parametrize("settle", [True, False])
+def test_it_can_be_left_out(settle: bool) -> None:
+    """Hooks that keep parameters within limits see steps only."""
+    curvature, slope = bowl()
+    x = nn.Parameter(torch.zeros(DIMS))
+    base = torch.optim.SGD([x], lr=0.1)
+
+    def clamp(*_: Any) -> None:
+        x.data.clamp_(-0.1, 0.1)
+
+    base.register_step_post_hook(clamp)
+    opt = OptEx(base, parallel=4, settle=settle)
+    for _ in range(10):
+        opt.step(lambda i: 0.5 * x @ curvature @ x - slope @ x)
+    assert (float(x.detach().abs().max()) <= 0.1 * (1 + 1e-6)) is not settle
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_two_players_are_not_taken_back(kind: str) -> None:
+    """One goes down and the other up: losses say nothing of progress."""
+    x, y = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    opt = OptEx(KINDS[kind]([{"params": [x]}, {"params": [y], "maximize": True}]), parallel=4)
+    for _ in range(40):
+        opt.step(lambda i: (x**2 - y**2 + 0.5 * x * y).sum())
+    assert not any(one.took_back for one in opt.stats)
+    assert max(abs(float(x.detach())), abs(float(y.detach()))) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("scale", [1e20, 1e-20])
+def test_numbers_that_are_large_or_small_warn_of_nothing(kind: str, scale: float) -> None:
+    x = nn.Parameter(torch.ones(30))
+    opt = OptEx(KINDS[kind]([x], lr=0.05 if kind == "Adam" else 0.05 / scale), parallel=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(12):
+            opt.step(lambda i: scale * x.square().sum())
+    assert torch.isfinite(x).all()
