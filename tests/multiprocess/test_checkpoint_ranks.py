@@ -242,6 +242,7 @@ def run_rank(work: Callable[[int, Path], None], rank: int, num_ranks: int, folde
     except BaseException:
         Path(f"{store}.error{rank}").write_text(traceback.format_exc())
         raise
+    os._exit(0)  # as launch does: at the interpreter's end, a thread of Gloo's that is still there aborts the process
 
 
 def run(work: Callable[[int, Path], None], num_ranks: int, folder: Path) -> tuple[list[int | None], str]:
