@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from wavetrain.errors import InputError
 from wavetrain.optim import OptEx
 
 DIMS = 20
@@ -62,6 +63,26 @@ def test_what_stands_still_is_not_moved(kind: str, how: str) -> None:
     for _ in range(5):
         opt.step(lambda i: loss(i, both=how == "rate"))
     assert torch.equal(y.detach(), before)
+
+
+def test_it_gets_along_a_valley_in_fewer_rounds() -> None:
+    """Turned, so that no coordinate is a way along it; as steep across as the rate bears."""
+    scale = torch.logspace(-2, 0, DIMS)
+    turn = torch.linalg.qr(torch.randn(DIMS, DIMS, generator=torch.Generator().manual_seed(0))).Q
+
+    def end(settle: bool) -> float:
+        x = nn.Parameter(turn @ torch.ones(DIMS))
+        opt = OptEx(torch.optim.SGD([x], lr=1.5), parallel=4, settle=settle)
+        for _ in range(15):
+            opt.step(lambda i: 0.5 * (scale * (turn.T @ x).square()).sum())
+        return float((scale * (turn.T @ x.detach()).square()).sum())
+
+    assert end(settle=True) < 0.7 * end(settle=False)
+
+
+def test_a_word_is_no_answer() -> None:
+    with pytest.raises(InputError, match="settle is 'no'"):
+        OptEx(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), parallel=2, settle="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settle", [True, False])

@@ -38,7 +38,7 @@ COASTS: Final = 0.5
 SETTLED: Final = 0.75
 """How much of the way to where the loss is least between known points is gone after a round's steps."""
 FARTHEST: Final = 5.0
-"""Times the way that these steps went: no further, so that what keeps steps short (a low rate, clipping) keeps this way short."""
+"""Times the way that these steps went: no further, so that a low rate, which keeps steps short, keeps this way short."""
 GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 EXPLODED: Final = 1e3

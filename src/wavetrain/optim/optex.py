@@ -151,6 +151,8 @@ class OptEx(Optimizer):
             raise InputError("threads evaluate with copies of the model: give model= as well, and a closure of (i, model)")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
+        if not isinstance(settle, bool):
+            raise InputError(f"settle is {settle!r}; expected True or False")
         if history_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
             raise InputError(f"history_dtype is {history_dtype!r}; expected torch.bfloat16 or wider, that any gradient fits in")
         device = Flat(base.param_groups).device
