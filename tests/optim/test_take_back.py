@@ -53,11 +53,65 @@ def test_rates_that_a_scheduler_has_set_stay() -> None:
     assert opt.param_groups[0]["lr"] == pytest.approx(expected)
 
 
-def test_what_does_not_help_is_not_tried_for_ever() -> None:
-    opt, task = after(5)
-    for _ in range(MOST_TRIES + 2):
+@pytest.mark.parametrize(("name", "tries"), [("sgd", MOST_TRIES), ("momentum", MOST_TRIES), ("adam", 1)])
+def test_what_does_not_help_is_not_tried_for_ever(name: str, tries: int) -> None:
+    """With a smaller gradient Adam makes the same step again: one instead of several is all that can be tried."""
+    opt, task = after(5, name)
+    for _ in range(tries + 2):
         opt.step(lambda i: task.loss(i) + 1000)
-    assert [one.took_back for one in opt.stats][5:] == [True] * MOST_TRIES + [False] * 2
+    assert [one.took_back for one in opt.stats][5:] == [True] * tries + [False] * 2
+
+
+def test_a_round_of_one_step_of_adam_is_not_taken_back() -> None:
+    opt, task = after(1)
+    assert opt.stats.last.num_accepted == 1
+    opt.step(lambda i: task.loss(i) + 1000)
+    assert not opt.stats.last.took_back
+
+
+def test_noise_alone_takes_nothing_back() -> None:
+    x, make = nn.Parameter(torch.zeros(10)), torch.Generator().manual_seed(0)
+    opt = OptEx(torch.optim.SGD([x], lr=0.01), parallel=4)
+    for _ in range(60):
+        shift = torch.randn(4, generator=make)  # of the loss: it is at its least all the time
+        opt.step(lambda i, shift=shift: x.square().sum() + shift[i])
+    assert not any(one.took_back for one in opt.stats)
+
+
+def test_after_a_round_that_was_taken_back_steps_grow_little_by_little() -> None:
+    rate = 0.01
+    model = network()
+    opt, task = OptEx(torch.optim.SGD(model.parameters(), lr=rate), parallel=PARALLEL), Task(model)
+    opt.step(task.loss)
+    opt.step(lambda i: task.loss(i) + 1000)
+    assert opt.stats.last.took_back
+    most = opt.stats[0].gradient_norm
+
+    def steep(i: int) -> Tensor:
+        loss = task.loss(i)
+        return 100 * (loss - loss.detach())
+
+    gone = []
+    for _ in range(2):
+        begin = flat(model).clone()
+        opt.step(steep)
+        assert opt.stats.last.num_accepted == 1
+        gone.append(float((flat(model) - begin).norm()) / rate)
+    assert gone[0] < most
+    assert gone[1] / gone[0] == pytest.approx(1.25, rel=0.01)
+
+
+def test_a_bad_beginning_is_not_held_against_the_rest() -> None:
+    """After rounds of one point, some of which were taken back, gradients are asked for at several again."""
+    x = nn.Parameter(torch.full((30,), 2.0))
+    opt = OptEx(torch.optim.SGD([x], lr=0.4), parallel=4)
+    scale = torch.linspace(0.01, 1.0, 30)
+    for r in range(60):
+        steep = 8.0 if 3 <= r < 15 else 1.0
+        opt.step(lambda i, steep=steep: (steep * scale * x.square()).sum())
+    assert any(one.took_back for one in opt.stats)
+    assert min(one.num_points for one in opt.stats) == 1
+    assert opt.stats.last.num_points == 4
 
 
 def test_the_inner_optimizer_alone_is_left_alone() -> None:

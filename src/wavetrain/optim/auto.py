@@ -17,13 +17,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import ASGD, SGD
 
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
+from wavetrain.optim.quadratic import Way
 from wavetrain.optim.rounds import Round
+from wavetrain.optim.settling import KNOWN, SLIGHT, Gone, decays, strengths
 
 NEAR: Final = 0.75
 """A replayed step is taken while an evaluated point is within this share of the way from the round's start."""
@@ -35,10 +38,11 @@ RETEST: Final = 4
 many rounds: it costs."""
 COASTS: Final = 0.5
 """The share of its last step that an optimizer repeats, from which it is said to have momentum."""
-SETTLED: Final = 0.75
-"""How much of the way to where the loss is least between known points is gone after a round's steps."""
 FARTHEST: Final = 5.0
 """Times the way that these steps went: no further, so that a low rate, which keeps steps short, keeps this way short."""
+PROPORTIONAL: Final = (SGD, ASGD)
+"""Optimizers whose steps are as long as gradients are large. Others make no shorter step with a smaller gradient, and longer ones
+later, for what they remember of it."""
 GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 EXPLODED: Final = 1e3
@@ -97,9 +101,13 @@ class Auto(Play):
 
     @property
     def _may_take_back(self) -> bool:
-        """Not with one minibatch a round, which is the inner optimizer and nothing else, nor where a scaler does it."""
-        before = self.of._before
-        return before is not None and before.num_tries < MOST_TRIES and self.of.parallel > 1 and self.of._scaler is None
+        """Not with one minibatch a round, which is the inner optimizer and nothing else, nor where a scaler does it; nor where
+        the one step that would be made instead is no other than was made.
+        """
+        of, before = self.of, self.of._before
+        if before is None or of.parallel == 1 or of._scaler is not None:
+            return False
+        return before.num_tries < (MOST_TRIES if isinstance(of.base, PROPORTIONAL) else int(before.num_steps > 1))
 
     @property
     def _coasts(self) -> bool:
@@ -115,12 +123,12 @@ class Auto(Play):
 
     @property
     def _may_settle(self) -> bool:
-        """Whether the loss alone is to say where parameters end: not where their decay does too; not where some stand still, by
+        """Whether the loss is to say where parameters end: not where nobody knows how they decay; not where some stand still, by
         a rate of 0 or for want of a gradient, since ways between points of before would move them; not past what clips steps.
         """
         still = not all(self.has) or any(float(group.get("lr", 1.0)) == 0 for group in self.of.param_groups)
-        decays = any(float(group.get("weight_decay") or 0.0) != 0 for group in self.of.param_groups)
-        return self.of._settles and not (still or decays or self._clipped)
+        unknown = decays(self.of.base) and type(self.of.base) not in KNOWN
+        return self.of._settles and not (still or unknown or self._clipped)
 
     @property
     def _sign(self) -> float:
@@ -140,6 +148,7 @@ class Auto(Play):
         before = of._before
         assert before is not None
         before.num_tries += 1
+        of._settling.hear(-math.inf)
         history.drop(self._taken)
         begin = time.perf_counter()
         self.flat.write(before.start)
@@ -150,9 +159,9 @@ class Auto(Play):
             process = of._judge.models(history, of._num_newest, bends=False).process
             rows = [before.row] if process is None else history.rows
             found = np.ones(1) if process is None else process.weights(history.squares[before.row, rows])
-            self._step(before.shorter * found, rows)
+            norm = self._step(before.shorter * found, rows)
         self.flat.forget_gradients()
-        of._pace.slow_down()
+        of._pace.slow_down(min(norm, self._largest) if made and isinstance(of.base, PROPORTIONAL) else math.inf)
         return replace(self._told("zero", losses, len(self._taken), int(made), (), (), ()), took_back=True)
 
     def _learn(
@@ -178,6 +187,7 @@ class Auto(Play):
         off = of._judge.hear(before, alongs, good)
         of._pace.see(off)
         of._num_newest = len(good)
+        self._hear_of_settling(good[0])
         after = of._judge.models(history, len(good), bends=before.bends, sign=self._sign) if known else None
         self.estimate_seconds += time.perf_counter() - begin
         heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
@@ -192,7 +202,7 @@ class Auto(Play):
         if known and accepted < len(good):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
         if after is not None and len(good) > 1 and accepted:
-            self._settle(after, good[0], SETTLED)
+            self._settle(after, good[0], accepted)
         of._pace.hear(accepted, heard, blind=of._judge.blind)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
@@ -216,12 +226,24 @@ class Auto(Play):
             least, count = min(least, norm), count + 1
         flat.forget_gradients()
         if count:
-            self._settle(models, good[0], SETTLED * min(1.0, of._pace.num_trusted / of._pace.limit))
+            self._settle(models, good[0], count, min(1.0, of._pace.num_trusted / of._pace.limit))
         return count
 
-    def _settle(self, models: Models, start: int, share: float) -> None:
-        """From where the steps from row ``start`` ended, a share of the way to where the quadratic model says that the loss is
-        least, on the ways between known points.
+    def _hear_of_settling(self, first: int) -> None:
+        """What the gradient of row ``first``, where this round began, says of the way that the last one went in the end."""
+        settling, history = self.of._settling, self.history
+        gone = settling.gone
+        if gone is None:
+            return
+        if set(gone.rows) & set(self._taken):  # a history so short that its points are not known any more
+            settling.gone = None
+            return
+        way = history.way(gone.ways, gone.rows)
+        settling.hear(-self._sign * float(history.inner((history.gradients[first], way))[0]))
+
+    def _settle(self, models: Models, start: int, num_steps: int, share: float = 1.0) -> None:
+        """From where ``num_steps`` from row ``start`` ended, a share of the way to where the quadratic model says that the loss
+        is least, on the ways between known points, as far as lately was worth it.
 
         Steps go back and forth across valleys; there, the points on either side say where the bottom is. The inner optimizer's
         state stays as it is.
@@ -234,9 +256,24 @@ class Auto(Play):
         squares, along = models.seen(end)
         found = models.weights("quadratic", squares, along)[-len(rows) :]
         most = FARTHEST * math.sqrt(max(0.0, float(squares[start])))
-        ways = quadratic.settle(found, self.history.between(rows), most)
-        self.flat.write(self.history.move(end, share * ways, rows))
+        way, share = quadratic.settle(found, self.history.between(rows), most), share * of._settling.share
+        if way.fall > 0 and self._decay_is_slight(way, rows, end, num_steps):
+            if share > 0:
+                self.flat.write(self.history.move(end, share * way.weights, rows))
+            of._settling.gone = Gone(tuple(rows), way.weights, way.fall, share * way.share)
         self.estimate_seconds += time.perf_counter() - begin
+
+    def _decay_is_slight(self, way: Way, rows: Sequence[int], end: Tensor, num_steps: int) -> bool:
+        """Whether decay of weights does little along a way from the point ``end`` (d,), beside what the loss does."""
+        of, history, flat = self.of, self.history, self.flat
+        found = strengths(of.base)
+        if found is None or not decays(of.base):
+            return True
+        along, start = history.way(way.weights, rows), history.chosen(of._start)
+        at = history.chosen(end)
+        inside, taken = (flat.by_group(each, history.sampled) * at for each in found)
+        force, pulled, moved = history.inner((inside, along), (taken, along), (at - start, along)).tolist()
+        return abs(force) <= SLIGHT * way.fall and of._settling.slight(num_steps * pulled, moved)
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
         """Steps from the start, as far as evaluated points are near: how many, and how near.
@@ -250,8 +287,8 @@ class Auto(Play):
         drifts: list[float] = []
         accepted, most = 0, math.inf
         if len(good) == len(self._taken) == 1:  # the mean itself, not rounded as the history may be
-            if of._clip_norm is not None and self.gradient_norm > of._clip_norm:
-                of._mean.mul_(of._clip_norm / self.gradient_norm)
+            if self.gradient_norm > self._largest:
+                of._mean.mul_(self._largest / self.gradient_norm)
             self._step_with(of._mean)
             accepted = 1
         elif process is None or len(good) == 1:

@@ -44,6 +44,8 @@ class Flat:
         if not self.dtype.is_floating_point:
             raise InputError(f"OptEx takes parameters of real numbers; these are {self.dtype}")
         self._others: list[Tensor] = [p for group in groups for p in group["params"] if not p.requires_grad]
+        number = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        self._groups = [number[id(p)] for p in self.parameters]
         self.sizes = [p.numel() for p in self.parameters]
         self.num_coordinates = sum(self.sizes)
         self.num_counted = sum(p.numel() for p in self.parameters if id(p) not in self._elsewhere)
@@ -87,6 +89,16 @@ class Flat:
         """Two numbers that differ if parameters do; their values are in ``work`` (d,) then."""
         values = self.read(work)
         return float(values.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+    def by_group(self, values: Sequence[float], where: Tensor | None) -> Tensor:
+        """Of each coordinate in ``where`` (c,), or of all that are counted, the value of its group."""
+        each = torch.tensor(values, device=self.device, dtype=self.dtype)
+        if len(values) == 1:
+            return each
+        where = torch.arange(self.num_counted, device=self.device) if where is None else where
+        ends = torch.tensor(self.sizes, device=self.device).cumsum(0)
+        groups = torch.tensor(self._groups, device=self.device)
+        return each[groups[torch.searchsorted(ends, where, right=True)]]
 
     def forget_gradients(self) -> None:
         """No parameter has a gradient, nor has a frozen one that was left from before."""

@@ -103,12 +103,13 @@ class History:
 
     def _squares(self, point: Tensor) -> Floats:
         # straight sums of squared differences: by way of inner products, close points would lose all their digits
-        chosen = _wide(self._chosen(point))
+        chosen = _wide(self.chosen(point))
         far = torch.stack([torch.dist(_wide(row), chosen) for row in self.points])
         found: Floats = self._share * far.double().cpu().numpy() ** 2
         return found
 
-    def _chosen(self, point: Tensor) -> Tensor:
+    def chosen(self, point: Tensor) -> Tensor:
+        """Of a vector (d,), the coordinates (c,) that distances are measured on."""
         return point[: self._num_counted] if self.sampled is None else point.index_select(0, self.sampled)
 
     def combine(self, weights: Floats, rows: Sequence[int], out: Tensor) -> Tensor:
@@ -136,6 +137,16 @@ class History:
             part = slice(first, first + _ALL_IN_CACHE)
             point[part].addmv_(points[places, part].sub_(origin[part]).t(), w)
         return point
+
+    def way(self, weights: Floats, rows: Sequence[int]) -> Tensor:
+        """Σ weights[j] · (point of rows[j] − point of rows[−1]), at the coordinates (c,) that distances are measured on."""
+        w = torch.as_tensor(weights, device=self.points.device, dtype=self.points.dtype)
+        return w @ (self.points[list(rows)] - self.points[rows[-1]])
+
+    def inner(self, *pairs: tuple[Tensor, Tensor]) -> Floats:
+        """Inner products of vectors: of all coordinates (d,), or of those that distances are measured on (c,); from these."""
+        each = [[x if len(x) == self.points.shape[1] else self.chosen(x) for x in pair] for pair in pairs]
+        return self._shards.total(self._share * np.array([float(_wide(x) @ _wide(y)) for x, y in each]))
 
     def point(self, row: int) -> Tensor:
         """One of the newest points (d,)."""
@@ -204,7 +215,7 @@ class History:
 
     def put(self, row: int, point: Tensor, squares: Floats) -> None:
         """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
-        self.points[row].copy_(self._chosen(point))
+        self.points[row].copy_(self.chosen(point))
         if self.whole is not None:
             free = [i for i in range(self._num_whole) if i not in self.slots.values()]
             slot = self.slots.pop(row, None)

@@ -42,6 +42,7 @@ from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
 from wavetrain.optim.saved import check_history, check_names, check_owner, check_part, check_version, shape_of
+from wavetrain.optim.settling import Settling
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
@@ -90,7 +91,7 @@ class OptEx(Optimizer):
         moving_losses: losses of different rounds cannot be compared, as in reinforcement learning, where what is learnt from
             changes: rounds are then never taken back, nor made larger batches, because losses rise.
         settle: end rounds towards the least loss between known points, which no step of ``base`` goes to. It never does where
-            weights decay or gradients are clipped; False, too, where hooks keep parameters within limits.
+            weights decay by more than a little or gradients are clipped; False, too, where hooks keep parameters within limits.
         clip_norm: gradients that ``base`` steps with are scaled down to this norm.
         grad_scaler: of fp16 training: scales losses, and is told of gradients that are no numbers.
 
@@ -251,6 +252,7 @@ class OptEx(Optimizer):
         self._gradient, self._whole_start = (work, start) if whole is flat else (whole.empty(), whole.empty())
         self._judge = Judge(self._kernel)
         self._pace = Pace(self.parallel, moving=self._moving_losses)
+        self._settling = Settling()
         self._fork = Fork(self.base)
         self._before: Before | None = None
         self._has = (True,) * len(flat.parameters)
@@ -381,6 +383,7 @@ class OptEx(Optimizer):
             "has": list(self._has),
             "pace": self._pace.state_dict(),
             "judge": self._judge.state_dict(),
+            "settling": self._settling.state_dict(),
             "num_newest": self._num_newest,
         }
         if history:
@@ -424,6 +427,7 @@ class OptEx(Optimizer):
         if saved is not None:
             self._has = tuple(own["has"])
             self._judge.load_state_dict(own["judge"])
+            self._settling.load_state_dict(own["settling"])
             self._num_newest = own["num_newest"]
             self._history.load_state_dict(saved)
             if own["before"] is not None:
@@ -435,7 +439,8 @@ class OptEx(Optimizer):
         saved, history = own.get("history"), self._history
         check_names(own)
         check_owner(own.get("dealt"), self._dealt)
-        check_version(own, {"pace": self._pace.state_dict()} | ({} if saved is None else {"judge": self._judge.state_dict()}))
+        kept = {"judge": self._judge.state_dict(), "settling": self._settling.state_dict()}
+        check_version(own, {"pace": self._pace.state_dict()} | ({} if saved is None else kept))
         if saved is not None:
             shapes = {name: shape_of(getattr(history, name)) for name in ("gradients", "points", "whole")}
             check_history(own, {"mode": self.mode, "parallel": self.parallel, **shapes})

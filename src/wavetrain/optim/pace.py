@@ -22,11 +22,13 @@ SURE: Final = 1.0
 """Standard errors by which losses must have risen to say that they have stopped falling: what noise does alone is no reason."""
 LONGEST_PAUSE: Final = 48
 FAR: Final = 2.0
-"""Times the spread of the last round's losses."""
+"""Times the spread of a round's losses."""
 AHEAD: Final = 0.3
 """Relative errors of predictions with which steps are made past the last evaluated point."""
 RISEN: Final = 2.0
 """Standard errors by which the losses of a round must be above the last one's to say that they have risen."""
+GROWS: Final = 1.25
+"""Times the norm that was the largest in a round, in the next."""
 
 
 class Pace:
@@ -50,6 +52,10 @@ class Pace:
         self._trusted = 0
         self.first: float | None = None
         """The mean loss of the first round."""
+        self._spread = 0.0
+        """Of its losses: most of its points are the same, or close, so that it is noise."""
+        self.largest = math.inf
+        """The norm of the largest gradient to make a step with, after a round that was taken back."""
 
     @property
     def num_ahead(self) -> int:
@@ -87,8 +93,9 @@ class Pace:
     def hear(self, accepted: int, losses: Sequence[float], *, blind: bool = False) -> None:
         """Learn from a round: how many steps could be taken, the N losses, and whether nothing predicts gradients."""
         now = self.num_points
+        self.largest *= GROWS
         if self.first is None:
-            self.first = float(np.mean(losses))
+            self.first, self._spread = float(np.mean(losses)), float(np.ptp(losses))
         if now > 1 and 2 * accepted <= now:
             self._good, self._bad = 0, self._bad + 1
         else:
@@ -101,8 +108,7 @@ class Pace:
         self._losses = [*self._losses[-2 * self._window + 1 :], [float(loss) for loss in losses]]
         window = -(-self._window // 2) if blind else self._window
         if self.num_points > 1 and len(self._losses) >= 2 * window and self._stalled(window):
-            self._down()
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._down(stalled=True)
             self._losses = []
 
     def lost_all(self, loss: float) -> bool:
@@ -112,23 +118,28 @@ class Pace:
         return self.first is None or not loss <= self.first
 
     def astray(self, loss: float) -> bool:
-        """Whether a round that begins with this loss shows that the last one led astray: it is above where all began, and far
-        above every point of the last round.
+        """Whether a round that begins with this loss shows that the last one led astray: it is above where all began, and above
+        where the last round began, or every point of it, by more than the noise of losses.
         """
         if self.moving or self.first is None or not self._losses:
             return False
         last = self._losses[-1]
-        return loss > self.first and loss > max(last) + FAR * (max(last) - min(last))
+        noise = FAR * self._spread
+        return loss > self.first and (loss > max(self.first, last[0]) + noise or loss > max(last) + FAR * (max(last) - min(last)))
 
-    def slow_down(self) -> None:
-        """After a round that was taken back: fewer points."""
+    def slow_down(self, norm: float) -> None:
+        """After a round that was taken back, and a step with a gradient of this norm instead: fewer points, and for some rounds
+        none much larger.
+        """
+        self.largest = norm
         self._down()
 
-    def _down(self) -> None:
+    def _down(self, *, stalled: bool = False) -> None:
+        """Fewer points; and twice as many good rounds until there are more, where losses stalled or a single point is left."""
+        if stalled or self.num_points == 2:
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self.num_points = max(1, self.num_points // 2)
         self._good = self._bad = 0
-        if self.num_points == 1:
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
 
     def _stalled(self, window: int) -> bool:
         if self.moving:
@@ -146,7 +157,8 @@ class Pace:
             "losses": self._losses,
             "ahead": list(self._ahead),
             "trusted": self._trusted,
-            "first": self.first,
+            "first": [self.first, self._spread],
+            "largest": self.largest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,7 +168,8 @@ class Pace:
         self._losses = [list(one) for one in state["losses"]]
         self._ahead = (state["ahead"][0], state["ahead"][1])
         self._trusted = state["trusted"]
-        self.first = state["first"]
+        self.first, self._spread = state["first"]
+        self.largest = state["largest"]
 
 
 def _num_good(errors: Sequence[float]) -> int:

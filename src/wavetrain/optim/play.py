@@ -200,8 +200,8 @@ class Play(ABC):
         of = self.of
         begin = time.perf_counter()
         norm = self._norm(found, rows)
-        if of._clip_norm is not None and of._clip_norm < min(norm, most):
-            most, self._clipped = of._clip_norm, True
+        if self._largest < min(norm, most):
+            most, self._clipped = self._largest, True
         scale = most / norm if most < norm < math.inf else 1.0
         asked = ((found * scale).tobytes(), tuple(rows))
         too_large = norm == math.inf > most  # their squares are more than float32 holds
@@ -216,6 +216,11 @@ class Play(ABC):
         self.estimate_seconds += time.perf_counter() - begin
         self._step_with(of._sum)
         return norm
+
+    @property
+    def _largest(self) -> float:
+        """The norm of the largest gradient that steps are to be made with."""
+        return min(math.inf if self.of._clip_norm is None else self.of._clip_norm, self.of._pace.largest)
 
     def _norm(self, found: Floats, rows: Sequence[int]) -> float:
         """Of a sum of kept gradients; infinite where its square is no number."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,17 @@ NOISE: Final = 0.1
 """κ: a gradient counts half when it has to be moved by the root of this share of its square."""
 ROUNDING: Final = 1e-6
 """Eigenvalues below this share of the inner products they are made from are rounding."""
+
+
+class Way(NamedTuple):
+    """From a point towards where the loss is least."""
+
+    weights: Floats
+    """Of n known points (n,); their sum is 0."""
+    fall: float
+    """By how much the loss falls along it, to first order."""
+    share: float
+    """Of the way to where the loss is least, this much."""
 
 
 class Quadratic:
@@ -85,19 +96,21 @@ class Quadratic:
         found[self._newest] += shares
         return found
 
-    def settle(self, weights: Floats, squares: Floats, most: float) -> Floats:
-        """Weights (n,) of the points, which sum to 0: the way from a point to where the loss is least on the ways between them.
+    def settle(self, weights: Floats, squares: Floats, most: float) -> Way:
+        """The way from a point to where the loss is least on the ways between the n points.
 
         Args:
             weights: of the gradients (n,) at that point.
             squares: squared distances (n, n) between the n points.
             most: no longer than this.
         """
-        found: Floats = -self._sign * self._inverse(SETTLING) @ (weights @ self._crossed)
+        slopes = self._sign * (weights @ self._crossed)
+        found: Floats = -self._inverse(SETTLING) @ slopes
         length = math.sqrt(max(0.0, -0.5 * float(found @ squares @ found)))  # so, since the weights sum to 0
         if not math.isfinite(length):
-            return np.zeros_like(found)
-        return found if length <= most else found * (most / length)
+            return Way(np.zeros_like(found), 0.0, 0.0)
+        share = 1.0 if length <= most else most / length
+        return Way(share * found, -share * float(slopes @ found), share)
 
     def _inverse(self, ridge: float) -> Floats:
         """(n, n), K between centered gradients or points."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 from wavetrain.errors import CheckpointError
 from wavetrain.optim.history import NAMES
 
-OWN: Final = ("mode", "parallel", "round", "has", "pace", "judge", "num_newest")
+OWN: Final = ("mode", "parallel", "round", "has", "pace", "judge", "settling", "num_newest")
 BEFORE: Final = ("start", "fork", "counts")
 
 
