@@ -67,7 +67,7 @@ class Auto(Play):
         if name == "quadratic" and before.quadratic is None:
             told = "mean" if before.rows else "zero"
         alongs: list[Floats | None] = []
-        self._most = math.inf
+        self._most, self._may_settle = math.inf, False
         self.estimate_seconds += time.perf_counter() - begin
 
         def predict(row: int, point: Tensor) -> Floats | None:
@@ -122,13 +122,12 @@ class Auto(Play):
         return len({bool(group.get("maximize", False)) for group in self.of.param_groups}) == 1
 
     @property
-    def _may_settle(self) -> bool:
-        """Whether the loss is to say where parameters end: not where nobody knows how they decay; not where some stand still, by
-        a rate of 0 or for want of a gradient, since ways between points of before would move them; not past what clips steps.
+    def _moored(self) -> bool:
+        """Whether not the loss is to say where parameters here end: where nobody knows how they decay, or where some stand still,
+        by a rate of 0 or for want of a gradient, since ways between points of before would move them.
         """
         still = not all(self.has) or any(float(group.get("lr", 1.0)) == 0 for group in self.of.param_groups)
-        unknown = decays(self.of.base) and type(self.of.base) not in KNOWN
-        return self.of._settles and not (still or unknown or self._clipped)
+        return still or (decays(self.of.base) and type(self.of.base) not in KNOWN)
 
     @property
     def _sign(self) -> float:
@@ -176,7 +175,10 @@ class Auto(Play):
         """The second half of a round: what the gradients say, and the steps that are made with them."""
         of, history, known = self.of, self.history, before.rows
         begin = time.perf_counter()
-        history.close(good, [*(history.reached if before.bends else ()), *good])
+        others = [*(history.reached if before.bends else ()), *good]
+        fall, moored = history.close(good, others, [self._still_falls(good[0]), float(self._moored)]).tolist()
+        of._settling.hear(fall)
+        self._may_settle = not moored
         good = self._sane(good)
         self.gradient_norm = math.sqrt(float(history.products[good[0], good[0]]))
         cosines, errors = self._compare(predicted, known, good)
@@ -187,7 +189,6 @@ class Auto(Play):
         off = of._judge.hear(before, alongs, good)
         of._pace.see(off)
         of._num_newest = len(good)
-        self._hear_of_settling(good[0])
         after = of._judge.models(history, len(good), bends=before.bends, sign=self._sign) if known else None
         self.estimate_seconds += time.perf_counter() - begin
         heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
@@ -229,17 +230,15 @@ class Auto(Play):
             self._settle(models, good[0], count, min(1.0, of._pace.num_trusted / of._pace.limit))
         return count
 
-    def _hear_of_settling(self, first: int) -> None:
-        """What the gradient of row ``first``, where this round began, says of the way that the last one went in the end."""
-        settling, history = self.of._settling, self.history
-        gone = settling.gone
-        if gone is None:
-            return
-        if set(gone.rows) & set(self._taken):  # a history so short that its points are not known any more
-            settling.gone = None
-            return
-        way = history.way(gone.ways, gone.rows)
-        settling.hear(-self._sign * float(history.inner((history.gradients[first], way))[0]))
+    def _still_falls(self, first: int) -> float:
+        """By how much, of the coordinates here, the loss falls along the way that the last round went in the end, as the gradient
+        of row ``first`` says, where this round began; not known if history is so short that points of that way are gone.
+        """
+        gone = self.of._settling.gone
+        if gone is None or set(gone.rows) & set(self._taken):
+            return math.nan
+        way = self.history.way(gone.ways, gone.rows)
+        return -self._sign * float(self.history.inner((self.history.gradients[first], way))[0])
 
     def _settle(self, models: Models, start: int, num_steps: int, share: float = 1.0) -> None:
         """From where ``num_steps`` from row ``start`` ended, a share of the way to where the quadratic model says that the loss
@@ -249,7 +248,7 @@ class Auto(Play):
         state stays as it is.
         """
         of, quadratic = self.of, models.quadratic
-        if quadratic is None or not of._shards.all([self._may_settle])[0]:
+        if quadratic is None or not (of._settles and self._may_settle) or self._clipped:
             return
         begin = time.perf_counter()
         end, rows = self.flat.read(of._work), quadratic.rows
@@ -272,7 +271,8 @@ class Auto(Play):
         along, start = history.way(way.weights, rows), history.chosen(of._start)
         at = history.chosen(end)
         inside, taken = (flat.by_group(each, history.sampled) * at for each in found)
-        force, pulled, moved = history.inner((inside, along), (taken, along), (at - start, along)).tolist()
+        local = history.inner((inside, along), (taken, along), (at - start, along))
+        force, pulled, moved = of._shards.total(local).tolist()
         return abs(force) <= SLIGHT * way.fall and of._settling.slight(num_steps * pulled, moved)
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:

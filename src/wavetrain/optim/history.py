@@ -144,9 +144,12 @@ class History:
         return w @ (self.points[list(rows)] - self.points[rows[-1]])
 
     def inner(self, *pairs: tuple[Tensor, Tensor]) -> Floats:
-        """Inner products of vectors: of all coordinates (d,), or of those that distances are measured on (c,); from these."""
+        """Inner products of vectors: of all coordinates (d,), or of those that distances are measured on (c,); from these, and of
+        the coordinates here.
+        """
         each = [[x if len(x) == self.points.shape[1] else self.chosen(x) for x in pair] for pair in pairs]
-        return self._shards.total(self._share * np.array([float(_wide(x) @ _wide(y)) for x, y in each]))
+        found: Floats = self._share * np.array([float(_wide(x) @ _wide(y)) for x, y in each])
+        return found
 
     def point(self, row: int) -> Tensor:
         """One of the newest points (d,)."""
@@ -229,20 +232,26 @@ class History:
         self.ways[row, :] = math.inf
         self.ways[:, row] = math.inf
 
-    def close(self, rows: Sequence[int], others: Sequence[int] = ()) -> None:
+    def close(self, rows: Sequence[int], others: Sequence[int] = (), also: Sequence[float] = ()) -> Floats:
         """The gradients of ``rows`` have been written: take them in, as the newest.
 
         With ``others``, of the newest points and ``rows`` among them, also what the new gradients say of the ways to these.
+
+        Returns:
+            Sums over the ranks of the numbers ``also``, which cross together with the others.
         """
         sizes = [float(torch.linalg.vector_norm(self.point(row)[: self._num_counted])) ** 2 for row in rows]
         parts = [self._products(rows), np.array(sizes)[:, None], self._ways(rows, others) if others else np.zeros((len(rows), 0))]
-        products, squared, ways = np.split(self._shards.total(np.hstack(parts)), [self.capacity, self.capacity + 1], axis=1)
+        local = np.hstack(parts)
+        summed = self._shards.total(np.concatenate([local.ravel(), also]))
+        products, squared, ways = np.split(summed[: local.size].reshape(local.shape), [self.capacity, self.capacity + 1], axis=1)
         self.products[list(rows), :] = products
         self.products[:, list(rows)] = products.T
         self.sizes[list(rows)] = np.sqrt(squared[:, 0])
         if others:
             self.ways[np.ix_(rows, others)] = ways
         self.rows += rows
+        return summed[local.size :]
 
     def _products(self, rows: Sequence[int]) -> Floats:
         """Inner products (n, T) of the gradients of ``rows`` with all, of the coordinates here."""
