@@ -112,20 +112,24 @@ def test_a_judge_believes_what_predicted_best() -> None:
 
 def test_a_pace_goes_down_and_up_again() -> None:
     pace = Pace(4)
+
+    def hear(accepted: int, losses: list[float]) -> None:
+        pace.hear(accepted, losses, losses[0])
+
     for _ in range(2):
-        pace.hear(1, [1.0])
+        hear(1, [1.0])
     assert pace.num_points == 2
     for i in range(30):
-        pace.hear(pace.num_points, [1.0 / (i + 1)])
+        hear(pace.num_points, [1.0 / (i + 1)])
     assert pace.num_points == 4
     seen, make = [], np.random.default_rng(0)
     for _ in range(100):
-        pace.hear(pace.num_points, list(1.0 + 0.1 * make.standard_normal(4)))
+        hear(pace.num_points, list(1.0 + 0.1 * make.standard_normal(4)))
         seen.append(pace.num_points)
     assert min(seen) == 1, "losses that do not fall: a larger batch"
     seen.clear()
     for i in range(100):
-        pace.hear(pace.num_points, list(1.0 - 0.01 * i + 0.05 * make.standard_normal(4)))
+        hear(pace.num_points, list(1.0 - 0.01 * i + 0.05 * make.standard_normal(4)))
         seen.append(pace.num_points)
     assert seen[-1] == 4, "losses that fall, if not in every round: as many points as there are"
 

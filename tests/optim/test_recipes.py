@@ -31,13 +31,24 @@ def test_minibatches_that_were_handed_over_before() -> None:
         opt.step()
     same, _ = trained(5, lambda p: torch.optim.Adam(p, lr=0.01))
     assert torch.equal(flat(model), flat(same))
-    opt.later(lambda: task.loss(0))
-    with pytest.raises(InputError, match="a round has 3 minibatches, but 1 were kept"):
+    for _ in range(4):
+        opt.later(lambda: task.loss(0))
+    with pytest.raises(InputError, match="a round has 3 minibatches, but 4 were kept"):
         opt.step()
     with pytest.raises(InputError, match=r"opt\.later"):
         opt.step()
     with pytest.raises(InputError, match="got Tensor"):
         opt.later(task.loss(0))  # type: ignore[arg-type]
+
+
+def test_what_is_left_at_the_end_of_an_epoch_is_used_several_times() -> None:
+    models = network(), network()
+    for model, order in zip(models, ([0, 1], [0, 1, 0]), strict=True):
+        task, opt = Task(model), adam(model, 3)
+        for i in order:
+            opt.later(partial(task.loss, i))
+        opt.step()
+    assert torch.equal(flat(models[0]), flat(models[1]))
 
 
 def test_a_compiled_model() -> None:

@@ -114,6 +114,84 @@ def test_a_bad_beginning_is_not_held_against_the_rest() -> None:
     assert opt.stats.last.num_points == 4
 
 
+def test_what_was_loaded_between_rounds_is_not_taken_back() -> None:
+    opt, task = after(5, "sgd")
+    with torch.no_grad():
+        for p in task.model.parameters():
+            p.add_(3.0)  # far above where all began
+    moved = flat(task.model)
+    opt.step(task.loss)
+    assert not opt.stats.last.took_back
+    assert float((flat(task.model) - moved).norm()) < 0.5 * float(moved.norm())
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+def test_a_round_that_ended_where_the_loss_is_no_number_is_taken_back(name: str) -> None:
+    """The loss is none beyond 0, and rounds go further than single steps."""
+    x = nn.Parameter(torch.full((20,), 0.4))
+    opt = OptEx(OPTIMIZERS[name]([x]), parallel=4)
+    slope = torch.logspace(-0.5, 0.5, 20)
+    for _ in range(60):
+        opt.step(lambda i: (slope * x - x.log()).sum())
+    assert torch.isfinite(x).all()
+    start = float((slope * 0.4 - math.log(0.4)).sum())
+    assert float((slope * x - x.log()).sum().detach()) < start
+
+
+def test_momentum_is_braked_as_well() -> None:
+    """At a high rate, what is carried on would lead astray again and again."""
+    lost = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
+        x, make = torch.randn(512, 6), torch.Generator().manual_seed(seed)
+        y = torch.sin(x.sum(-1, keepdim=True))
+        opt = OptEx(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), parallel=4)
+        for _ in range(80):
+            rows = torch.randint(512, (4, 32), generator=make)
+            opt.step(lambda i, rows=rows, x=x, y=y, model=model: nn.functional.mse_loss(model(x[rows[i]]), y[rows[i]]))
+        lost += not float(nn.functional.mse_loss(model(x), y).detach()) < 0.3
+    assert lost == 0
+
+
+@pytest.mark.parametrize("parallel", [2, 4])
+def test_a_lucky_first_round_is_not_held_against_the_others(parallel: int) -> None:
+    """Minibatches of 16: the loss of a round says little, and the first is not more than others."""
+    back = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        make = torch.Generator().manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        opt = OptEx(torch.optim.SGD(model.parameters(), lr=0.1), parallel=parallel)
+        for _ in range(150):
+            x = torch.randn(parallel, 16, 6, generator=make)
+            y = torch.sin(x.sum(-1, keepdim=True))
+            opt.step(lambda i, x=x, y=y, model=model: nn.functional.mse_loss(model(x[i]), y[i]))
+        back.append(sum(one.took_back for one in opt.stats))
+    assert max(back) <= 8
+
+
+def test_rounds_that_are_taken_back_over_and_over_are_warned_of() -> None:
+    x = nn.Parameter(torch.ones(4))
+    opt = OptEx(torch.optim.SGD([x], lr=1e-4), parallel=2)
+
+    def run() -> None:
+        for r in range(40):
+            opt.step(lambda i, r=r: 2.0**r * 1e-3 * (x.square().sum() + 1))
+
+    with pytest.warns(UserWarning, match=r"took back 10 of the last .* rounds.*moving_losses=True"):
+        run()
+
+
+def test_a_gradient_of_nothing_is_no_limit() -> None:
+    """The loss is 0 at first, and decay leads to where it is not."""
+    x = nn.Parameter(torch.full((8,), 1.2))
+    opt = OptEx(torch.optim.SGD([x], lr=0.1, weight_decay=0.3), parallel=4)
+    for _ in range(60):
+        opt.step(lambda i: (1 - x).clamp_min(0).sum())
+    assert float((1 - x).clamp_min(0).sum().detach()) < 0.5
+
+
 def test_the_inner_optimizer_alone_is_left_alone() -> None:
     opt, task = after(5, parallel=1)
     opt.step(lambda i: task.loss(i) + 1000)

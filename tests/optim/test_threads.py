@@ -202,6 +202,10 @@ def test_a_closure_that_fails_is_heard_and_the_round_undone() -> None:
 
     with pytest.raises(ZeroDivisionError, match="of mine"):
         opt.step(failing)
+    assert torch.equal(flat(model), before)
+    opt.step(lambda i, model: loss_of(task, i, model) * float("nan"))
+    assert opt.stats.last.took_back
+    before = flat(model)
     with pytest.raises(DivergedError):
         opt.step(lambda i, model: loss_of(task, i, model) * float("nan"))
     assert torch.equal(flat(model), before)

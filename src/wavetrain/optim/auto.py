@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD
 
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
+from wavetrain.optim.kind import kind_of
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
 from wavetrain.optim.quadratic import Way
 from wavetrain.optim.rounds import Round
-from wavetrain.optim.settling import KNOWN, SLIGHT, Gone, decays, strengths
+from wavetrain.optim.settling import SLIGHT, Gone, strengths
 
 NEAR: Final = 0.75
 """A replayed step is taken while an evaluated point is within this share of the way from the round's start."""
@@ -36,13 +36,11 @@ TESTED: Final = 2.5
 RETEST: Final = 4
 """Rounds, those lately counting more, after which a quadratic model that is clearly worse than the process is tried only every so
 many rounds: it costs."""
-COASTS: Final = 0.5
-"""The share of its last step that an optimizer repeats, from which it is said to have momentum."""
 FARTHEST: Final = 5.0
-"""Times the way that these steps went: no further, so that a low rate, which keeps steps short, keeps this way short."""
-PROPORTIONAL: Final = (SGD, ASGD)
-"""Optimizers whose steps are as long as gradients are large. Others make no shorter step with a smaller gradient, and longer ones
-later, for what they remember of it."""
+"""Times the way that a round's steps went, it goes no further in the end, so that a low rate, which keeps steps short, keeps this
+way short."""
+FARTHEST_COASTING: Final = 1.5
+"""The same of an optimizer with momentum, which goes along valleys by itself, and has to be helped across only."""
 GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 EXPLODED: Final = 1e3
@@ -57,17 +55,18 @@ class Auto(Play):
         num_points = of._pace.num_points
         new = self._taken = history.take_rows(num_points)
         begin = time.perf_counter()
-        of._judge.coasts, of._pace.moving = self._coasts, of._moving_losses or not self._one_way
+        self._kind = kind_of(of.base, of._shards if self.whole is self.flat else None)
+        of._judge.coasts, of._pace.moving = self._kind.coasts, of._moving_losses or not self._kind.one_way
         due = of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0
-        bends = num_points > 1 and due and self._one_way
+        bends = num_points > 1 and due and self._kind.one_way
         with _quiet():
-            before = of._judge.models(history, of._num_newest, bends=bends, sign=self._sign)
+            before = of._judge.models(history, of._num_newest, bends=bends, sign=self._kind.sign)
             name = of._judge.best(bends=bends)
         told = str(of._judge.prior) if name == "gp" and before.process is not None else name
         if name == "quadratic" and before.quadratic is None:
             told = "mean" if before.rows else "zero"
         alongs: list[Floats | None] = []
-        self._most, self._may_settle = math.inf, False
+        self._most, self._may_settle, self._has_settled = math.inf, False, False
         self.estimate_seconds += time.perf_counter() - begin
 
         def predict(row: int, point: Tensor) -> Floats | None:
@@ -80,13 +79,16 @@ class Auto(Play):
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
-        if not good:
+        if not good and not self._may_recover:
             return self._skipped(losses, num_points)
-        if self._may_take_back and of._pace.astray(self._sign * losses[0]):
+        start = self._kind.sign * _mean(losses[::num_points])
+        if not good or (self._may_take_back and of._pace.astray(start)):
             return self._take_back(losses)
+        if of._before is not None and of._before.num_tries >= MOST_TRIES:
+            of._pace.largest = math.inf  # shorter steps were no help
         with _quiet():
-            found = self._learn(losses, good, predicted, before, alongs, told)
-        self._remember(good[0], found.num_accepted)
+            found = self._learn(losses, good, predicted, before, alongs, told, start)
+        self._remember(good[0], found.num_accepted + self._has_settled)
         return found
 
     def _limited(self, found: Floats, before: Models) -> Floats:
@@ -107,38 +109,24 @@ class Auto(Play):
         of, before = self.of, self.of._before
         if before is None or of.parallel == 1 or of._scaler is not None:
             return False
-        return before.num_tries < (MOST_TRIES if isinstance(of.base, PROPORTIONAL) else int(before.num_steps > 1))
+        return before.num_tries < (MOST_TRIES if self._kind.proportional else int(before.num_moves > 1))
 
     @property
-    def _coasts(self) -> bool:
-        """Whether the inner optimizer has momentum: then the way ahead is mostly decided by the past, and a gradient that is
-        wrong across a valley does no more harm than the next can mend. Without, steps go as far across as the gradient says.
-        """
-        return all(_momentum(group) >= COASTS for group in self.of.param_groups)
-
-    @property
-    def _one_way(self) -> bool:
-        """Whether all groups go down, or all up: else there is no loss to have a model of."""
-        return len({bool(group.get("maximize", False)) for group in self.of.param_groups}) == 1
+    def _may_recover(self) -> bool:
+        """Where this round begins at no number, the last is taken back once, if one step might have ended elsewhere."""
+        before = self.of._before
+        return self._may_take_back and before is not None and before.num_tries == 0 and before.num_moves > 1
 
     @property
     def _moored(self) -> bool:
-        """Whether not the loss is to say where parameters here end: where nobody knows how they decay, or where some stand still,
-        by a rate of 0 or for want of a gradient, since ways between points of before would move them.
-        """
-        still = not all(self.has) or any(float(group.get("lr", 1.0)) == 0 for group in self.of.param_groups)
-        return still or (decays(self.of.base) and type(self.of.base) not in KNOWN)
+        """Whether not the loss is to say where parameters here end; nor where some got no gradient."""
+        return self._kind.moored or not all(self.has)
 
-    @property
-    def _sign(self) -> float:
-        """Of losses, so that less is better."""
-        return -1.0 if any(group.get("maximize", False) for group in self.of.param_groups) else 1.0
-
-    def _remember(self, row: int, num_steps: int) -> None:
+    def _remember(self, row: int, num_moves: int) -> None:
         """Where this round began, for the next one to know; what was remembered before is written over in turn."""
         of = self.of
         spare = of._before or Before(self.flat.empty(), Fork(of.base), row, 0)
-        of._before = Before(of._start, of._fork, row, num_steps)
+        of._before = Before(of._start, of._fork, row, num_moves)
         of._start, of._fork = spare.start, spare.fork
 
     def _take_back(self, losses: list[float]) -> Round:
@@ -147,6 +135,8 @@ class Auto(Play):
         before = of._before
         assert before is not None
         before.num_tries += 1
+        if self._kind.proportional:
+            before.fork.brake()
         of._settling.hear(-math.inf)
         history.drop(self._taken)
         begin = time.perf_counter()
@@ -160,7 +150,7 @@ class Auto(Play):
             found = np.ones(1) if process is None else process.weights(history.squares[before.row, rows])
             norm = self._step(before.shorter * found, rows)
         self.flat.forget_gradients()
-        of._pace.slow_down(min(norm, self._largest) if made and isinstance(of.base, PROPORTIONAL) else math.inf)
+        of._pace.slow_down(min(norm, self._largest) if made and self._kind.proportional else math.inf)
         return replace(self._told("zero", losses, len(self._taken), int(made), (), (), ()), took_back=True)
 
     def _learn(
@@ -171,8 +161,9 @@ class Auto(Play):
         before: Models,
         alongs: Sequence[Floats | None],
         told: str,
+        start: float,
     ) -> Round:
-        """The second half of a round: what the gradients say, and the steps that are made with them."""
+        """The second half of a round, which began at the loss ``start``: what the gradients say, and steps with them."""
         of, history, known = self.of, self.history, before.rows
         begin = time.perf_counter()
         others = [*(history.reached if before.bends else ()), *good]
@@ -189,22 +180,22 @@ class Auto(Play):
         off = of._judge.hear(before, alongs, good)
         of._pace.see(off)
         of._num_newest = len(good)
-        after = of._judge.models(history, len(good), bends=before.bends, sign=self._sign) if known else None
+        after = of._judge.models(history, len(good), bends=before.bends, sign=self._kind.sign) if known else None
         self.estimate_seconds += time.perf_counter() - begin
-        heard = [self._sign * loss for loss in losses if math.isfinite(loss)]
+        heard = [self._kind.sign * loss for loss in losses if math.isfinite(loss)]
         if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
             of._pace.trust(heard, errors)
             accepted = self._bend(after, good)
-            of._pace.hear(len(self._taken), heard, blind=of._judge.blind)
+            of._pace.hear(len(self._taken), heard, start, blind=of._judge.blind)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
         process = None if after is None else after.process
         accepted, drifts = self._replay(good, process)
-        sign = self._sign
+        sign = self._kind.sign
         if known and accepted < len(good):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
         if after is not None and len(good) > 1 and accepted:
             self._settle(after, good[0], accepted)
-        of._pace.hear(accepted, heard, blind=of._judge.blind)
+        of._pace.hear(accepted, heard, start, blind=of._judge.blind)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
     def _bend(self, models: Models, good: Sequence[int]) -> int:
@@ -237,8 +228,8 @@ class Auto(Play):
         gone = self.of._settling.gone
         if gone is None or set(gone.rows) & set(self._taken):
             return math.nan
-        way = self.history.way(gone.ways, gone.rows)
-        return -self._sign * float(self.history.inner((self.history.gradients[first], way))[0])
+        way = self.history.way(gone.weights, gone.rows)
+        return -self._kind.sign * float(self.history.inner((self.history.gradients[first], way))[0])
 
     def _settle(self, models: Models, start: int, num_steps: int, share: float = 1.0) -> None:
         """From where ``num_steps`` from row ``start`` ended, a share of the way to where the quadratic model says that the loss
@@ -254,20 +245,21 @@ class Auto(Play):
         end, rows = self.flat.read(of._work), quadratic.rows
         squares, along = models.seen(end)
         found = models.weights("quadratic", squares, along)[-len(rows) :]
-        most = FARTHEST * math.sqrt(max(0.0, float(squares[start])))
+        most = (FARTHEST_COASTING if self._kind.coasts else FARTHEST) * math.sqrt(max(0.0, float(squares[start])))
         way, share = quadratic.settle(found, self.history.between(rows), most), share * of._settling.share
         if way.fall > 0 and self._decay_is_slight(way, rows, end, num_steps):
             if share > 0:
                 self.flat.write(self.history.move(end, share * way.weights, rows))
+                self._has_settled = True
             of._settling.gone = Gone(tuple(rows), way.weights, way.fall, share * way.share)
         self.estimate_seconds += time.perf_counter() - begin
 
     def _decay_is_slight(self, way: Way, rows: Sequence[int], end: Tensor, num_steps: int) -> bool:
         """Whether decay of weights does little along a way from the point ``end`` (d,), beside what the loss does."""
         of, history, flat = self.of, self.history, self.flat
-        found = strengths(of.base)
-        if found is None or not decays(of.base):
+        if not self._kind.decays:
             return True
+        found = strengths(of.base)
         along, start = history.way(way.weights, rows), history.chosen(of._start)
         at = history.chosen(end)
         inside, taken = (flat.by_group(each, history.sampled) * at for each in found)
@@ -360,7 +352,7 @@ class Auto(Play):
         begin = time.perf_counter()
         moved = torch.sub(self.flat.read(of._work), of._mean, out=of._mean)[:count]
         fall = -float(self.history.gradients[row][:count].to(moved.dtype) @ moved)
-        found = float(of._shards.total(np.array([self._sign * fall]))[0])
+        found = float(of._shards.total(np.array([self._kind.sign * fall]))[0])
         self.estimate_seconds += time.perf_counter() - begin
         return found
 
@@ -390,7 +382,7 @@ class Auto(Play):
         Their mean is what the step changes the loss by; exactly so for quadratic functions.
         """
         begins, ends, ways = good[:-1], good[1:], self.history.ways
-        return self._sign * np.stack([ways[begins, ends], -ways[ends, begins]], axis=1)
+        return self._kind.sign * np.stack([ways[begins, ends], -ways[ends, begins]], axis=1)
 
     def _curvature(
         self, slopes: Floats, predicted: Sequence[Floats | None], known: Sequence[int], good: Sequence[int]
@@ -412,8 +404,6 @@ def _quiet() -> np.errstate:
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def _momentum(group: Mapping[str, Any]) -> float:
-    """What a group of an optimizer's parameters calls so; 0 of none."""
-    betas = group.get("betas")
-    given = betas[0] if isinstance(betas, tuple | list) and betas else group.get("momentum", 0.0)
-    return float(given) if isinstance(given, int | float | Tensor) else 0.0
+def _mean(losses: Sequence[float]) -> float:
+    """Of those that are numbers."""
+    return float(np.mean(finite)) if (finite := [loss for loss in losses if math.isfinite(loss)]) else math.nan

@@ -24,23 +24,23 @@ class Before:
     """The inner optimizer's state."""
     row: int
     """Of the history: the point where it began, and the gradient there."""
-    num_steps: int
-    """That were made from there."""
+    num_moves: int
+    """Steps that were made from there; one more if the round settled."""
     num_tries: int = 0
     """How often it was taken back."""
 
     @property
     def shorter(self) -> float:
         """What the gradient is multiplied by for the one step that is made instead: less with every try."""
-        return SHORTER ** (self.num_tries - (self.num_steps > 1))
+        return SHORTER ** (self.num_tries - (self.num_moves > 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values."""
-        counts = [self.row, self.num_steps, self.num_tries]
+        counts = [self.row, self.num_moves, self.num_tries]
         return {"start": self.start.clone(), "fork": self.fork.state_dict(), "counts": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave, of the same parameters."""
         self.start.copy_(state["start"])
         self.fork.load_state_dict(state["fork"])
-        self.row, self.num_steps, self.num_tries = state["counts"]
+        self.row, self.num_moves, self.num_tries = state["counts"]

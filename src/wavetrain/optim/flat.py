@@ -96,8 +96,8 @@ class Flat:
         if len(values) == 1:
             return each
         where = torch.arange(self.num_counted, device=self.device) if where is None else where
-        ends = torch.tensor(self.sizes, device=self.device).cumsum(0)
-        groups = torch.tensor(self._groups, device=self.device)
+        ends = torch.tensor(self.sizes, device=self.device, dtype=torch.long).cumsum(0)
+        groups = torch.tensor(self._groups, device=self.device, dtype=torch.long)
         return each[groups[torch.searchsorted(ends, where, right=True)]]
 
     def forget_gradients(self) -> None:

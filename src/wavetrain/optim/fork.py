@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+BRAKE: Final = 0.25
+"""What is left of momentum that is braked."""
 
 
 class Fork:
@@ -46,6 +49,14 @@ class Fork:
             for k, v in values.items():
                 if not _same(group.get(k), v):
                     group[k] = _copied(v, None)
+
+    @torch.no_grad()
+    def brake(self) -> None:
+        """Momentum that is set aside: less of it."""
+        for value in self._state.values():
+            buffer = value.get("momentum_buffer")
+            if isinstance(buffer, Tensor):
+                buffer.mul_(BRAKE)
 
     def held_bytes(self) -> int:
         """Bytes of what is set aside."""

@@ -19,7 +19,9 @@ round is one step with a batch N times larger. A round that led astray is taken 
 
 from __future__ import annotations
 
+import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, Literal, overload
@@ -41,7 +43,7 @@ from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
-from wavetrain.optim.saved import check_history, check_names, check_owner, check_part, check_version, shape_of
+from wavetrain.optim.saved import check_base, check_history, check_names, check_owner, check_part, check_version, shape_of
 from wavetrain.optim.settling import Settling
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
@@ -51,6 +53,8 @@ ROUNDS_KEPT: Final = 4
 """Rounds whose gradients are kept: with fewer, there is little to predict from."""
 MOST_KEPT: Final = 64
 """But no more pairs than these, unless N is more: the time to tune grows with their third power."""
+WATCHED: Final = 20
+"""Rounds of which half have to be taken back for a warning."""
 ROUNDS_BENT: Final = 3
 """Rounds from which the curvature is learnt."""
 LEAST_BENT: Final = 14
@@ -138,6 +142,9 @@ class OptEx(Optimizer):
         for what, group in (("process_group", process_group), ("shard_group", shard_group)):
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise InputError(f"{what} is {group!r}; expected a group of torch.distributed")
+        for what, flag in (("settle", settle), ("moving_losses", moving_losses), ("shard_history", shard_history)):
+            if not isinstance(flag, bool):
+                raise InputError(f"{what} is {flag!r}; expected True or False")
         if shard_history and (process_group is None or shard_group is not None):
             raise InputError(
                 "shard_history shares what is kept over the ranks of process_group: give that, and no shard_group, whose ranks "
@@ -152,11 +159,12 @@ class OptEx(Optimizer):
             raise InputError("threads evaluate with copies of the model: give model= as well, and a closure of (i, model)")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
-        if not isinstance(settle, bool):
-            raise InputError(f"settle is {settle!r}; expected True or False")
         if history_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
             raise InputError(f"history_dtype is {history_dtype!r}; expected torch.bfloat16 or wider, that any gradient fits in")
+        if not isinstance(held_elsewhere, Iterable):
+            raise InputError(f"held_elsewhere is {held_elsewhere!r}; expected parameters")
         device = Flat(base.param_groups).device
+        self._shard_group = shard_group
         self._team: Team = Alone() if process_group is None else (Dealt if shard_history else Group)(process_group, device)
         self._shards, self._elsewhere = Shards(process_group if shard_history else shard_group, device), tuple(held_elsewhere)
         size = self._team.size
@@ -190,6 +198,10 @@ class OptEx(Optimizer):
         self.stats = Rounds()
         self._round = 0
         self._kept: list[Callable[[], Any]] = []
+        self._left: tuple[int, ...] | None = None
+        """Versions of the parameters where the last round left them; None where there was none."""
+        self._took_back: deque[bool] = deque(maxlen=WATCHED)
+        """Lately, by round; nothing once it was warned of."""
         self._forget()
 
     # groups and state are the inner optimizer's own, also after it has loaded others
@@ -257,6 +269,7 @@ class OptEx(Optimizer):
         self._before: Before | None = None
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
+        self._left = None
 
     # what torch and its users call
 
@@ -283,8 +296,7 @@ class OptEx(Optimizer):
         Whatever is raised, by the closure too, parameters and optimizer are as they were before the round.
         """
         call = self._collected() if closure is None else with_index(closure, self.model)
-        if not self._whole.same(self.base.param_groups):
-            self._forget()  # parameters were added, frozen or unfrozen
+        self._notice()
         seed = int(torch.randint(2**48, (), dtype=torch.int64))
         seed = self._team.agree(self._agreed, seed)
         if self.model is not None and self._threads is None:
@@ -294,12 +306,42 @@ class OptEx(Optimizer):
             found = play.run()
         except BaseException:
             play.give_up()
+            self._left = self._whole.versions()
             raise
         if isinstance(self._team, Group):
             self._team.finish(self._flat, self._whole)
+        self._left = self._whole.versions()
         self._round += 1
         self.stats.add(found)
+        self._warn(found.took_back)
         return found.loss
+
+    def _notice(self) -> None:
+        """What was done to parameters since the last round: where some were added, frozen or unfrozen, all begins anew; where
+        some were written to, as by loading others, the last round is not taken back, nor are losses compared with earlier ones.
+        """
+        if not self._whole.same(self.base.param_groups):
+            self._forget()
+        if self._moved():
+            self._before, self._settling.gone, self._left = None, None, None
+            self._pace.start_anew()
+
+    def _moved(self) -> bool:
+        """Whether parameters were written to since the last round, on any rank that holds some."""
+        here = self._left is not None and self._whole.versions() != self._left
+        return here if isinstance(self._team, Dealt) else not self._shards.all([not here])[0]
+
+    def _warn(self, took_back: bool) -> None:
+        """Once, where rounds are taken back over and over."""
+        self._took_back.append(took_back)  # to nothing, once it was said
+        if sum(self._took_back) >= WATCHED // 2:
+            warnings.warn(
+                f"OptEx took back {sum(self._took_back)} of the last {len(self._took_back)} rounds, because they ended at higher "
+                "losses: lower the rate; or, if losses rise by themselves, as in reinforcement learning or under a penalty that "
+                "grows, say moving_losses=True",
+                stacklevel=3,
+            )
+            self._took_back = deque(maxlen=0)
 
     def _agreed(self) -> tuple[float, ...]:
         """Numbers that are the same on all ranks of a process group, unless something is wrong."""
@@ -313,7 +355,8 @@ class OptEx(Optimizer):
         For training loops that are not yours and call ``step()`` themselves, as the Trainer of Hugging Face does.
 
         Args:
-            closure: returns the loss of one minibatch. N of them make a round; with a process group, one on every rank.
+            closure: returns the loss of one minibatch. N of them make a round; with a process group, one on every rank. Where
+                fewer are left, as at the end of an epoch, they are used several times.
         """
         if self.model is not None:
             raise InputError("with model=, a loss is a function of (i, model): call step() with it, or leave out model=")
@@ -332,9 +375,9 @@ class OptEx(Optimizer):
                 "OptEx evaluates the loss at several points: call opt.step(lambda i: loss of minibatch i) and leave out "
                 "loss.backward(); or hand over N losses before with opt.later(lambda: loss)"
             )
-        if len(kept) != number:
+        if len(kept) > number:
             raise InputError(f"a round has {number} minibatches, but {len(kept)} were kept with later()")
-        return lambda i: kept[i if number > 1 else 0]()
+        return lambda i: kept[i % len(kept) if number > 1 else 0]()
 
     def held_bytes(self) -> int:
         """Bytes kept between rounds, beside the parameters and the inner optimizer's own state."""
@@ -373,9 +416,12 @@ class OptEx(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if not self._whole.same(self.base.param_groups):
+        if self._shard_group is None:  # of a part, one rank may save alone
+            self._notice()
+        elif not self._whole.same(self.base.param_groups):
             self._forget()
         own: dict[str, Any] = {
+            "base": type(self.base).__name__,
             "mode": self.mode,
             "parallel": self.parallel,
             "dealt": self._dealt,
@@ -438,6 +484,7 @@ class OptEx(Optimizer):
         """Whether what was saved can be loaded here."""
         saved, history = own.get("history"), self._history
         check_names(own)
+        check_base(own["base"], type(self.base).__name__)
         check_owner(own.get("dealt"), self._dealt)
         kept = {"judge": self._judge.state_dict(), "settling": self._settling.state_dict()}
         check_version(own, {"pace": self._pace.state_dict()} | ({} if saved is None else kept))

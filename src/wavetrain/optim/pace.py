@@ -21,8 +21,10 @@ where nothing predicts gradients."""
 SURE: Final = 1.0
 """Standard errors by which losses must have risen to say that they have stopped falling: what noise does alone is no reason."""
 LONGEST_PAUSE: Final = 48
-FAR: Final = 2.0
-"""Times the spread of a round's losses."""
+FAR: Final = 4.0
+"""Times the noise of a loss: three times what two of them usually differ by."""
+STARTS: Final = 16
+"""Rounds by whose first losses noise is measured."""
 AHEAD: Final = 0.3
 """Relative errors of predictions with which steps are made past the last evaluated point."""
 RISEN: Final = 2.0
@@ -54,6 +56,8 @@ class Pace:
         """The mean loss of the first round."""
         self._spread = 0.0
         """Of its losses: most of its points are the same, or close, so that it is noise."""
+        self._starts: list[float] = []
+        """Losses that rounds began with, the oldest first."""
         self.largest = math.inf
         """The norm of the largest gradient to make a step with, after a round that was taken back."""
 
@@ -90,9 +94,12 @@ class Pace:
         """Learn how wrong predictions were at the points of a round, in order."""
         self._ahead = (self._ahead[1], _num_good(off))
 
-    def hear(self, accepted: int, losses: Sequence[float], *, blind: bool = False) -> None:
-        """Learn from a round: how many steps could be taken, the N losses, and whether nothing predicts gradients."""
+    def hear(self, accepted: int, losses: Sequence[float], start: float, *, blind: bool = False) -> None:
+        """Learn from a round: how many steps could be taken, the N losses, that at its first point, and whether nothing predicts
+        gradients.
+        """
         now = self.num_points
+        self._starts = [*self._starts[-STARTS + 1 :], float(start)]
         self.largest *= GROWS
         if self.first is None:
             self.first, self._spread = float(np.mean(losses)), float(np.ptp(losses))
@@ -117,21 +124,30 @@ class Pace:
             return not math.isfinite(loss)
         return self.first is None or not loss <= self.first
 
-    def astray(self, loss: float) -> bool:
-        """Whether a round that begins with this loss shows that the last one led astray: it is above where all began, and above
-        where the last round began, or every point of it, by more than the noise of losses.
+    def astray(self, start: float) -> bool:
+        """Whether a round that begins with this loss shows that the last one led astray: by more than noise, it is above where
+        all began, and above where the last round did.
         """
-        if self.moving or self.first is None or not self._losses:
+        if self.moving or self.first is None or not self._starts:
             return False
-        last = self._losses[-1]
-        noise = FAR * self._spread
-        return loss > self.first and (loss > max(self.first, last[0]) + noise or loss > max(last) + FAR * (max(last) - min(last)))
+        return start > max(self.first, self._starts[-1]) + FAR * self._noise
+
+    @property
+    def _noise(self) -> float:
+        """Of a loss at the same point: the losses of two rounds that follow each other usually differ by no less."""
+        apart = np.abs(np.diff(self._starts))
+        return max(self._spread, float(np.median(apart))) if len(apart) else self._spread
+
+    def start_anew(self) -> None:
+        """Losses of before say nothing of those to come."""
+        self.first, self._spread, self.largest = None, 0.0, math.inf
+        self._losses, self._starts = [], []
 
     def slow_down(self, norm: float) -> None:
         """After a round that was taken back, and a step with a gradient of this norm instead: fewer points, and for some rounds
         none much larger.
         """
-        self.largest = norm
+        self.largest = norm if norm > 0 else math.inf
         self._down()
 
     def _down(self, *, stalled: bool = False) -> None:
@@ -158,6 +174,7 @@ class Pace:
             "ahead": list(self._ahead),
             "trusted": self._trusted,
             "first": [self.first, self._spread],
+            "starts": self._starts,
             "largest": self.largest,
         }
 
@@ -169,6 +186,7 @@ class Pace:
         self._ahead = (state["ahead"][0], state["ahead"][1])
         self._trusted = state["trusted"]
         self.first, self._spread = state["first"]
+        self._starts = list(state["starts"])
         self.largest = state["largest"]
 
 

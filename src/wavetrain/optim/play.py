@@ -49,6 +49,11 @@ class Play(ABC):
     def run(self) -> Round:
         """Do it: N gradients, up to N steps."""
 
+    @property
+    def _may_recover(self) -> bool:
+        """Whether the last round is to be taken back, where this one begins at no number."""
+        return False
+
     def _propose(self, new: list[int], predict: Callable[[int, Tensor], Floats | None]) -> list[Floats | None]:
         """Points to evaluate, each a step from the one before with what is predicted there; the predictions, as weights.
 
@@ -119,7 +124,7 @@ class Play(ABC):
         if of._scaler is not None:
             _tell(of._scaler, overflowed=len(good) < len(new))
         overflowed = of._scaler is not None and math.isfinite(losses[0])
-        if not good and not overflowed:
+        if not good and not overflowed and not self._may_recover:
             raise DivergedError(
                 f"round {of._round + 1}: no loss or gradient at its first point is a number (loss of minibatch 0: "
                 f"{losses[0]:g}); the parameters and the optimizer are as they were before the round",

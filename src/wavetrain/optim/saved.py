@@ -8,7 +8,7 @@ from typing import Any, Final
 from wavetrain.errors import CheckpointError
 from wavetrain.optim.history import NAMES
 
-OWN: Final = ("mode", "parallel", "round", "has", "pace", "judge", "settling", "num_newest")
+OWN: Final = ("base", "mode", "parallel", "round", "has", "pace", "judge", "settling", "num_newest")
 BEFORE: Final = ("start", "fork", "counts")
 
 
@@ -17,6 +17,12 @@ def check_names(own: Mapping[str, Any]) -> None:
     missing = set(OWN) - set(own)
     if missing:
         raise CheckpointError(f"the saved state of OptEx lacks {', '.join(sorted(missing))}")
+
+
+def check_base(there: str, here: str) -> None:
+    """Refuse the state of another kind of inner optimizer."""
+    if there != here:
+        raise CheckpointError(f"the saved state is of {there}, but the inner optimizer here is {here}")
 
 
 def check_owner(there: Sequence[int] | None, here: Sequence[int] | None) -> None:

@@ -43,7 +43,7 @@ class Gone:
 
     rows: tuple[int, ...]
     """Of the history."""
-    ways: Floats
+    weights: Floats
     """Weights (n,) of their points, whose sum is 0: the way δ, all of it."""
     fall: float
     """a, by which the loss was to fall along it."""
@@ -81,15 +81,15 @@ class Settling:
     def state_dict(self) -> dict[str, Any]:
         """Plain values and a tensor."""
         gone = self.gone
-        last = None if gone is None else [list(gone.rows), torch.from_numpy(gone.ways.copy()), gone.fall, gone.share]
+        last = None if gone is None else [list(gone.rows), torch.from_numpy(gone.weights.copy()), gone.fall, gone.share]
         return {"numbers": [self._worth, self._weight, self._pulled, self._moved], "gone": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
         self._worth, self._weight, self._pulled, self._moved = state["numbers"]
         if state["gone"] is not None:
-            rows, ways, fall, share = state["gone"]
-            self.gone = Gone(tuple(rows), ways.numpy().copy(), fall, share)
+            rows, weights, fall, share = state["gone"]
+            self.gone = Gone(tuple(rows), weights.numpy().copy(), fall, share)
 
 
 def decays(base: Optimizer) -> bool:
@@ -97,13 +97,11 @@ def decays(base: Optimizer) -> bool:
     return any(_decay(group) != 0 for group in base.param_groups)
 
 
-def strengths(base: Optimizer) -> tuple[list[float], list[float]] | None:
+def strengths(base: Optimizer) -> tuple[list[float], list[float]]:
     """Of every group: λ of decay that is part of the gradient, and the share that decay beside it takes of weights in a step.
 
-    None of an optimizer of which it is not known.
+    Of optimizers that are not :data:`KNOWN`, all is taken to be part of the gradient.
     """
-    if type(base) not in KNOWN:
-        return None
     inside, taken = [], []
     for group in base.param_groups:
         beside = isinstance(base, BESIDE) or bool(group.get("decoupled_weight_decay"))
