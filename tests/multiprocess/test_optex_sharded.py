@@ -206,3 +206,45 @@ def test_parameters_that_are_no_numbers_have_diverged() -> None:
 def test_only_ranks_share_a_history() -> None:
     with pytest.raises(InputError, match="ranks of process_group"):
         OptEx(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1), parallel=2, shard_history=True)
+
+
+def of_a_pipeline() -> list[list[float]]:
+    """One rank's weights decay and have momentum, the other's have neither."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    x, slopes = torch.nn.Parameter(torch.randn(50)), torch.logspace(-2, 0.5, 50)
+    base = torch.optim.SGD([x], lr=0.05, weight_decay=0.0 if rank else 1e-3, momentum=0.0 if rank else 0.9)
+    opt = OptEx(base, parallel=4, shard_group=dist.group.WORLD)
+
+    def loss(i: int) -> torch.Tensor:
+        mine = (slopes * x.square()).sum()
+        whole = mine.detach().clone()
+        dist.all_reduce(whole)
+        return mine + (whole - mine.detach())
+
+    told = [opt.step(loss) for _ in range(30)]
+    return everywhere([*told, *(float(one.num_accepted) for one in opt.stats)])
+
+
+def test_ranks_whose_parts_are_trained_differently_go_the_same_way() -> None:
+    one, other = launch(of_a_pipeline, ranks=2)
+    assert one == other
+    assert one[29] < 0.1 * one[0]
+
+
+def with_decay() -> list[list[float]]:
+    dist.init_process_group("gloo")
+    x, still = torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    groups: list[dict[str, Any]] = [{"params": [x]}, {"params": [still], "weight_decay": 0.0}]
+    base = torch.optim.AdamW(groups, lr=0.02, weight_decay=1e-4)
+    opt = OptEx(base, process_group=dist.group.WORLD, shard_history=True)
+    for _ in range(10):
+        opt.step(lambda i: (torch.logspace(-2, 0.5, 40) * x.square()).sum())
+    return everywhere(x.tolist())
+
+
+def test_weights_decay_where_a_rank_keeps_none() -> None:
+    one, other = launch(with_decay, ranks=2)
+    assert one == other
+    assert max(one) < 1

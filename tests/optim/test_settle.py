@@ -104,9 +104,29 @@ def test_where_gradients_are_noise_it_does_little_harm(noise: float) -> None:
     assert with_it < 1.3 * without
 
 
-def test_a_word_is_no_answer() -> None:
-    with pytest.raises(InputError, match="settle is 'no'"):
-        OptEx(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), parallel=2, settle="no")  # type: ignore[arg-type]
+@pytest.mark.parametrize("what", ["settle", "moving_losses", "shard_history"])
+def test_a_word_is_no_answer(what: str) -> None:
+    wrong: dict[str, Any] = {what: "no"}
+    with pytest.raises(InputError, match=f"{what} is 'no'"):
+        OptEx(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), parallel=2, **wrong)
+
+
+def test_an_optimizer_without_a_rate() -> None:
+    class Halves(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": None})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(0.1 * p.grad)
+
+    x = nn.Parameter(torch.ones(5))
+    opt = OptEx(Halves([x]), parallel=3)
+    for _ in range(8):
+        opt.step(lambda i: x.square().sum())
+    assert float(x.detach().norm()) < 0.1
 
 
 @pytest.mark.parametrize("settle", [True, False])

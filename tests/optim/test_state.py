@@ -43,6 +43,14 @@ def test_newest_points_of_another_number_are_refused_and_nothing_changes(change:
     assert other.state_dict()["state"] == {}
 
 
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    opt, task = optimizer()
+    opt.step(task.loss)
+    other = OptEx(torch.optim.SGD(network().parameters(), lr=0.1), parallel=3)
+    with pytest.raises(CheckpointError, match="is of Adam, but the inner optimizer here is SGD"):
+        other.load_state_dict(opt.state_dict(history=False))
+
+
 def test_hooks_of_saving_and_loading() -> None:
     opt, task = optimizer()
     opt.step(task.loss)

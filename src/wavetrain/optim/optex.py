@@ -339,7 +339,7 @@ class OptEx(Optimizer):
                 f"OptEx took back {sum(self._took_back)} of the last {len(self._took_back)} rounds, because they ended at higher "
                 "losses: lower the rate; or, if losses rise by themselves, as in reinforcement learning or under a penalty that "
                 "grows, say moving_losses=True",
-                stacklevel=3,
+                stacklevel=4,  # of torch, which wraps step(), and of step() itself
             )
             self._took_back = deque(maxlen=0)
 
