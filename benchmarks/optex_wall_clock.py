@@ -34,7 +34,7 @@ from wavetrain.view.chart import line_chart
 
 DATA = Path(os.environ.get("WAVETRAIN_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 RANKS = 2
-RATES = (5e-4, 7e-4, 1e-3, 1.4e-3)
+RATES = (7e-4, 1e-3, 1.4e-3)
 SEEDS = 3
 CHOOSING = 2
 """Of the seeds, those by which rates are chosen."""
