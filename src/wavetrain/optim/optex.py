@@ -286,11 +286,11 @@ class OptEx(Optimizer):
                 minibatches are those of :meth:`later`.
 
         Returns:
-            The mean loss of the N minibatches, each at the point where it was evaluated.
+            The mean loss of the N minibatches, each at the point where it was evaluated; of those that are numbers, NaN if none.
 
         Raises:
             InputError: the closure is of the wrong kind.
-            DivergedError: no loss or gradient at the round's first point is a number.
+            DivergedError: no loss or gradient at the round's first point is a number, and the last round cannot be taken back.
             RuntimeFailure: ranks that are not at the same point, or a rank whose closure failed.
 
         Whatever is raised, by the closure too, parameters and optimizer are as they were before the round.

@@ -16,7 +16,10 @@ def check_names(own: Mapping[str, Any]) -> None:
     """Refuse what lacks a part."""
     missing = set(OWN) - set(own)
     if missing:
-        raise CheckpointError(f"the saved state of OptEx lacks {', '.join(sorted(missing))}")
+        raise CheckpointError(
+            f"the saved state of OptEx lacks {', '.join(sorted(missing))}: it is damaged, or of another version; load it without "
+            "its 'optex', as the state of the inner optimizer alone"
+        )
 
 
 def check_base(there: str, here: str) -> None:
