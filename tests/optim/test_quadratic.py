@@ -70,14 +70,16 @@ def test_it_settles_where_no_way_between_known_points_leads_down(rank: int, coun
     squares = history.between(model.rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quadratic, "SETTLING", ridge)
-        ways = model.settle(weights, squares, np.inf).weights
+        ways = model.settle(weights, squares, np.inf, count).weights
     assert ways.sum() == pytest.approx(0.0, abs=1e-8 * float(np.abs(ways).sum()))
     end = history.move(at.clone(), ways, model.rows)
     between = points - points.mean(dim=0)
     before, after = (between @ (curvature @ one + slope) for one in (at, end))
     assert float(after.norm()) < (0.5 if ridge else 1e-3) * float(before.norm())
-    short = history.move(at.clone(), model.settle(weights, squares, 0.01).weights, model.rows)
+    short = history.move(at.clone(), model.settle(weights, squares, 0.01, count).weights, model.rows)
     assert float((short - at).norm()) <= 0.01 * 1.001
+    fewer = model.settle(weights, squares, np.inf, 3).weights
+    assert not fewer[:-3].any() and fewer.sum() == pytest.approx(0.0, abs=1e-8 * float(np.abs(fewer).sum()))
 
 
 @pytest.mark.parametrize("whole", [None, 5])

@@ -41,6 +41,9 @@ FARTHEST: Final = 5.0
 way short."""
 FARTHEST_COASTING: Final = 1.5
 """The same of an optimizer with momentum, which goes along valleys by itself, and has to be helped across only."""
+NEWEST: Final = 14
+"""Points between which rounds of SGD end, with momentum or without, and of other optimizers without: their steps are as long as
+gradients are large, so that older points are further away."""
 GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 EXPLODED: Final = 1e3
@@ -100,6 +103,14 @@ class Auto(Play):
         norm, most = self._norm(found, before.rows), self._most
         self._most = min(norm, most)
         return found * (most / norm) if most < norm < math.inf else found
+
+    @property
+    def _largest(self) -> float:
+        """Of optimizers that remember how large gradients were, also no more than is usual: after one that is thirty times as
+        large, Adam would be slow for a thousand steps.
+        """
+        most = super()._largest
+        return most if self._kind.proportional or self.of.parallel == 1 else min(most, self.of._pace.usual_at_most)
 
     @property
     def _may_take_back(self) -> bool:
@@ -186,7 +197,7 @@ class Auto(Play):
         if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
             of._pace.trust(heard, errors)
             accepted = self._bend(after, good)
-            of._pace.hear(len(self._taken), heard, start, blind=of._judge.blind)
+            of._pace.hear(len(self._taken), heard, start, self.gradient_norm, blind=of._judge.blind)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
         process = None if after is None else after.process
         accepted, drifts = self._replay(good, process)
@@ -195,7 +206,7 @@ class Auto(Play):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
         if after is not None and len(good) > 1 and accepted:
             self._settle(after, good[0], accepted)
-        of._pace.hear(accepted, heard, start, blind=of._judge.blind)
+        of._pace.hear(accepted, heard, start, self.gradient_norm, blind=of._judge.blind)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
     def _bend(self, models: Models, good: Sequence[int]) -> int:
@@ -245,8 +256,10 @@ class Auto(Play):
         end, rows = self.flat.read(of._work), quadratic.rows
         squares, along = models.seen(end)
         found = models.weights("quadratic", squares, along)[-len(rows) :]
-        most = (FARTHEST_COASTING if self._kind.coasts else FARTHEST) * math.sqrt(max(0.0, float(squares[start])))
-        way, share = quadratic.settle(found, self.history.between(rows), most), share * of._settling.share
+        kind, share = self._kind, share * of._settling.share
+        most = (FARTHEST_COASTING if kind.coasts else FARTHEST) * math.sqrt(max(0.0, float(squares[start])))
+        newest = len(rows) if kind.coasts and not kind.proportional else NEWEST
+        way = quadratic.settle(found, self.history.between(rows), most, newest)
         if way.fall > 0 and self._decay_is_slight(way, rows, end, num_steps):
             if share > 0:
                 self.flat.write(self.history.move(end, share * way.weights, rows))

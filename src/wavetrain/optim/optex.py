@@ -48,17 +48,17 @@ from wavetrain.optim.settling import Settling
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
-HISTORY: Final = {"auto": 20, "paper": 50}
-ROUNDS_KEPT: Final = 4
+HISTORY: Final = {"auto": 32, "paper": 50}
+ROUNDS_KEPT: Final = 8
 """Rounds whose gradients are kept: with fewer, there is little to predict from."""
 MOST_KEPT: Final = 64
 """But no more pairs than these, unless N is more: the time to tune grows with their third power."""
 WATCHED: Final = 20
 """Rounds of which half have to be taken back for a warning."""
 ROUNDS_BENT: Final = 3
-"""Rounds from which the curvature is learnt."""
+"""Rounds from which the curvature is learnt, at least."""
 LEAST_BENT: Final = 14
-"""But no fewer pairs than these."""
+"""And no fewer pairs than these."""
 SELECT: Final = ("last", "loss", "gradient")
 
 
@@ -76,7 +76,7 @@ class OptEx(Optimizer):
         parallel: N, the minibatches of a round. With ``process_group``, its size.
         mode: ``"auto"``, or ``"paper"`` for the algorithm as it was published.
         history: pairs of points and gradients that are kept, those of the round under way included, and no fewer than N + 2;
-            default: 4·N, but at least 20 and at most 64 (in paper mode 50, and N).
+            default: 8·N, but at least 32 and at most 64 (in paper mode 50, and N).
         kernel: of the Gaussian process: rbf, matern12, matern32 or matern52.
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
@@ -254,7 +254,7 @@ class OptEx(Optimizer):
             self._history_dtype or flat.dtype,
             self._shards,
             flat.num_counted,
-            self.parallel if self.mode == "paper" else max(LEAST_BENT, ROUNDS_BENT * self.parallel),
+            self.parallel if self.mode == "paper" else self._num_bent,
         )
         start, work, mean, summed = (flat.empty() for _ in range(4))
         self._flat, self._threads, self._history = flat, threads, history
@@ -270,6 +270,13 @@ class OptEx(Optimizer):
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
         self._left = None
+
+    @property
+    def _num_bent(self) -> int:
+        """Pairs from which the curvature is learnt, whose points are kept with all their coordinates: as many as leave room for
+        all else in what 2·T pairs of vectors and a tenth take.
+        """
+        return max(LEAST_BENT, ROUNDS_BENT * self.parallel, self._capacity * 6 // 5 - 10)
 
     # what torch and its users call
 

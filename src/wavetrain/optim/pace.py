@@ -29,6 +29,10 @@ AHEAD: Final = 0.3
 """Relative errors of predictions with which steps are made past the last evaluated point."""
 RISEN: Final = 2.0
 """Standard errors by which the losses of a round must be above the last one's to say that they have risen."""
+USUAL: Final = 8
+"""Rounds from which it is known how large gradients usually are; three of them at least."""
+SPIKE: Final = 3.0
+"""Times the usual norm: a gradient above is none to make a step with, for an optimizer that remembers how large they were."""
 GROWS: Final = 1.25
 """Times the norm that was the largest in a round, in the next."""
 
@@ -58,6 +62,8 @@ class Pace:
         """Of its losses: most of its points are the same, or close, so that it is noise."""
         self._starts: list[float] = []
         """Losses that rounds began with, the oldest first."""
+        self._norms: list[float] = []
+        """Of the gradients that rounds began with, the oldest first."""
         self.largest = math.inf
         """The norm of the largest gradient to make a step with, after a round that was taken back."""
 
@@ -87,19 +93,27 @@ class Pace:
         if self.moving or self.first is None or not self._losses:
             return False
         now, last = np.array(losses), np.array(self._losses[-1])
-        spread = np.sqrt(now.var() / len(now) + last.var() / len(last))
+        within = [np.var(one, ddof=1) for one in (*self._losses[-STARTS:], losses) if len(one) > 1]  # N are too few by themselves
+        spread = math.sqrt(sum(within) / max(1, len(within)) * (1 / len(now) + 1 / len(last)))
         return bool(not now.mean() <= min(last.mean() + RISEN * spread, self.first))
+
+    @property
+    def usual_at_most(self) -> float:
+        """Norms of gradients that are no spikes, as those go that rounds lately began with; infinite until that is known."""
+        usual = float(np.median(self._norms)) if len(self._norms) > 2 else 0.0
+        return SPIKE * usual if usual > 0 else math.inf
 
     def see(self, off: Sequence[float]) -> None:
         """Learn how wrong predictions were at the points of a round, in order."""
         self._ahead = (self._ahead[1], _num_good(off))
 
-    def hear(self, accepted: int, losses: Sequence[float], start: float, *, blind: bool = False) -> None:
-        """Learn from a round: how many steps could be taken, the N losses, that at its first point, and whether nothing predicts
-        gradients.
+    def hear(self, accepted: int, losses: Sequence[float], start: float, norm: float = 0.0, *, blind: bool = False) -> None:
+        """Learn from a round: how many steps could be taken, the N losses, the loss and the norm of the gradient at its first
+        point, and whether nothing predicts gradients.
         """
         now = self.num_points
         self._starts = [*self._starts[-STARTS + 1 :], float(start)]
+        self._norms = [*self._norms[-USUAL + 1 :], float(norm)]
         self.largest *= GROWS
         if self.first is None:
             self.first, self._spread = float(np.mean(losses)), float(np.ptp(losses))
@@ -141,7 +155,7 @@ class Pace:
     def start_anew(self) -> None:
         """Losses of before say nothing of those to come."""
         self.first, self._spread, self.largest = None, 0.0, math.inf
-        self._losses, self._starts = [], []
+        self._losses, self._starts, self._norms = [], [], []
 
     def slow_down(self, norm: float) -> None:
         """After a round that was taken back, and a step with a gradient of this norm instead: fewer points, and for some rounds
@@ -175,6 +189,7 @@ class Pace:
             "trusted": self._trusted,
             "first": [self.first, self._spread],
             "starts": self._starts,
+            "norms": self._norms,
             "largest": self.largest,
         }
 
@@ -187,6 +202,7 @@ class Pace:
         self._trusted = state["trusted"]
         self.first, self._spread = state["first"]
         self._starts = list(state["starts"])
+        self._norms = list(state["norms"])
         self.largest = state["largest"]
 
 

@@ -96,16 +96,19 @@ class Quadratic:
         found[self._newest] += shares
         return found
 
-    def settle(self, weights: Floats, squares: Floats, most: float) -> Way:
-        """The way from a point to where the loss is least on the ways between the n points.
+    def settle(self, weights: Floats, squares: Floats, most: float, newest: int) -> Way:
+        """The way from a point to where the loss is least on the ways between the newest of the n points.
 
         Args:
             weights: of the gradients (n,) at that point.
             squares: squared distances (n, n) between the n points.
             most: no longer than this.
+            newest: so many points.
         """
         slopes = self._sign * (weights @ self._crossed)
-        found: Floats = -self._inverse(SETTLING) @ slopes
+        found, part = np.zeros_like(slopes), slice(max(0, len(slopes) - newest), None)
+        inside = Quadratic(self.rows[part], self._crossed[part, part], self._products[part, part], 1, self._sign)
+        found[part] = -inside._inverse(SETTLING) @ slopes[part]
         length = math.sqrt(max(0.0, -0.5 * float(found @ squares @ found)))  # so, since the weights sum to 0
         if not math.isfinite(length):
             return Way(np.zeros_like(found), 0.0, 0.0)
