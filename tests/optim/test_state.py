@@ -86,6 +86,6 @@ def test_types_that_gradients_do_not_fit_in(dtype: Any) -> None:
 
 
 def test_the_history_grows_with_n_within_bounds() -> None:
-    for parallel, pairs in ((1, 32), (4, 32), (5, 40), (8, 64), (16, 64), (100, 102)):
+    for parallel, pairs in ((1, 32), (5, 32), (8, 32), (16, 64), (100, 102)):
         opt = OptEx(torch.optim.SGD(network().parameters(), lr=0.1), parallel=parallel)
         assert len(opt.state_dict()["optex"]["history"]["gradients"]) == pairs

@@ -49,7 +49,7 @@ from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
 HISTORY: Final = {"auto": 32, "paper": 50}
-ROUNDS_KEPT: Final = 8
+ROUNDS_KEPT: Final = 4
 """Rounds whose gradients are kept: with fewer, there is little to predict from."""
 MOST_KEPT: Final = 64
 """But no more pairs than these, unless N is more: the time to tune grows with their third power."""
@@ -76,7 +76,7 @@ class OptEx(Optimizer):
         parallel: N, the minibatches of a round. With ``process_group``, its size.
         mode: ``"auto"``, or ``"paper"`` for the algorithm as it was published.
         history: pairs of points and gradients that are kept, those of the round under way included, and no fewer than N + 2;
-            default: 8·N, but at least 32 and at most 64 (in paper mode 50, and N).
+            default: 4·N, but at least 32 and at most 64 (in paper mode 50, and N). Memory and the time of estimation go with it.
         kernel: of the Gaussian process: rbf, matern12, matern32 or matern52.
         select: in paper mode, which of the N single steps to go on from: the ``"last"``, that of the least ``"loss"``, or of
             the least ``"gradient"``.
