@@ -33,6 +33,9 @@ USUAL: Final = 8
 """Rounds from which it is known how large gradients usually are; three of them at least."""
 SPIKE: Final = 3.0
 """Times the usual norm: a gradient above is none to make a step with, for an optimizer that remembers how large they were."""
+RARE: Final = 64
+"""Rounds in which one as large has been seen before, which is then no spike: what is seldom learnt from, as rare cases, is not to
+count for less each time."""
 GROWS: Final = 1.25
 """Times the norm that was the largest in a round, in the next."""
 
@@ -63,7 +66,8 @@ class Pace:
         self._starts: list[float] = []
         """Losses that rounds began with, the oldest first."""
         self._norms: list[float] = []
-        """Of the gradients that rounds began with, the oldest first."""
+        """Of the gradients that rounds began with, the oldest first; where all losses of a round are above those of the last one,
+        which then led astray, no more than is usual."""
         self.largest = math.inf
         """The norm of the largest gradient to make a step with, after a round that was taken back."""
 
@@ -100,8 +104,8 @@ class Pace:
     @property
     def usual_at_most(self) -> float:
         """Norms of gradients that are no spikes, as those go that rounds lately began with; infinite until that is known."""
-        usual = float(np.median(self._norms)) if len(self._norms) > 2 else 0.0
-        return SPIKE * usual if usual > 0 else math.inf
+        usual = float(np.median(self._norms[-USUAL:])) if len(self._norms) > 2 else 0.0
+        return max(SPIKE * usual, *self._norms) if usual > 0 else math.inf
 
     def see(self, off: Sequence[float]) -> None:
         """Learn how wrong predictions were at the points of a round, in order."""
@@ -113,7 +117,8 @@ class Pace:
         """
         now = self.num_points
         self._starts = [*self._starts[-STARTS + 1 :], float(start)]
-        self._norms = [*self._norms[-USUAL + 1 :], float(norm)]
+        overshot = not self.moving and bool(self._losses) and min(losses, default=0.0) > max(self._losses[-1])
+        self._norms = [*self._norms[-RARE + 1 :], min(float(norm), self.usual_at_most if overshot else math.inf)]
         self.largest *= GROWS
         if self.first is None:
             self.first, self._spread = float(np.mean(losses)), float(np.ptp(losses))
