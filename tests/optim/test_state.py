@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.optim.problems import OPTIMIZERS, Task, flat, network
 from wavetrain.errors import CheckpointError, DivergedError, InputError
 from wavetrain.optim import OptEx
+from wavetrain.optim.history import History
 
 
 def optimizer(**options: Any) -> tuple[OptEx, Task]:
@@ -89,3 +91,20 @@ def test_the_history_grows_with_n_within_bounds() -> None:
     for parallel, pairs in ((1, 32), (5, 32), (8, 32), (16, 64), (100, 102)):
         opt = OptEx(torch.optim.SGD(network().parameters(), lr=0.1), parallel=parallel)
         assert len(opt.state_dict()["optex"]["history"]["gradients"]) == pairs
+
+
+def test_ranks_keep_points_of_the_same_rows_whatever_their_parts_sizes() -> None:
+    """With a sample of the coordinates, as on a rank with a large part, or all of them: sums over ranks are of the same rows."""
+    device = torch.device("cpu")
+    large = History(8, 6, device, torch.float32, sampled=torch.arange(3), num_whole=5)
+    small = History(8, 6, device, torch.float32, num_whole=5)
+    for _ in range(7):
+        reached = []
+        for history in (large, small):
+            rows = history.take_rows(2)
+            for row in rows:
+                history.put(row, torch.zeros(6), np.zeros(8))
+            reached.append(history.reached)
+            history.close(rows)
+        assert reached[0] == reached[1]
+        assert large.newest == small.newest

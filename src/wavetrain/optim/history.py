@@ -83,7 +83,7 @@ class History:
         if width < num_coordinates:
             self.whole = torch.zeros(self._num_whole, num_coordinates, device=device, dtype=dtype)
         self.slots: dict[int, int] = {}
-        """Rows of ``whole`` by the row of the pair, the oldest first."""
+        """Rows of ``whole`` by the row of the pair, the oldest first; the same on all ranks, even if there is no ``whole``."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -159,13 +159,13 @@ class History:
     def newest(self) -> list[int]:
         """Rows in use whose points are kept with all coordinates, the oldest first."""
         rows = self.rows[-self._num_whole :]
-        known = rows if self.whole is None else [row for row in rows if row in self.slots]
+        known = [row for row in rows if row in self.slots]
         return rows[len(rows) - len(known) :]
 
     @property
     def reached(self) -> list[int]:
         """Rows in use, the oldest first, whose points are still there with all coordinates, after new ones were put."""
-        return self.rows[-self._num_whole :] if self.whole is None else [row for row in self.rows if row in self.slots]
+        return [row for row in self.rows if row in self.slots]
 
     def along(self, rows: Sequence[int], point: Tensor, origin: int) -> Floats:
         """Inner products (n,) of the gradients of ``rows`` with the way to ``point`` (d,) from that of row ``origin``."""
@@ -219,12 +219,12 @@ class History:
     def put(self, row: int, point: Tensor, squares: Floats) -> None:
         """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
         self.points[row].copy_(self.chosen(point))
+        free = [i for i in range(self._num_whole) if i not in self.slots.values()]
+        slot = self.slots.pop(row, None)
+        if slot is None:
+            slot = free[0] if free else self.slots.pop(next(iter(self.slots)))
+        self.slots[row] = slot
         if self.whole is not None:
-            free = [i for i in range(self._num_whole) if i not in self.slots.values()]
-            slot = self.slots.pop(row, None)
-            if slot is None:
-                slot = free[0] if free else self.slots.pop(next(iter(self.slots)))
-            self.slots[row] = slot
             self.whole[slot].copy_(point)
         self.squares[row, :] = squares
         self.squares[:, row] = squares
