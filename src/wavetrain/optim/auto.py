@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wavetrain.optim.algebra import small
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
@@ -62,7 +63,7 @@ class Auto(Play):
         of._judge.coasts, of._pace.moving = self._kind.coasts, of._moving_losses or not self._kind.one_way
         due = of._judge.bends or of._judge.fits.weight < TESTED or of._round % RETEST == 0
         bends = num_points > 1 and due and self._kind.one_way
-        with _quiet():
+        with small():
             before = of._judge.models(history, of._num_newest, bends=bends, sign=self._kind.sign)
             name = of._judge.best(bends=bends)
         told = str(of._judge.prior) if name == "gp" and before.process is not None else name
@@ -77,7 +78,7 @@ class Auto(Play):
             history.put(row, point, squares)
             before.learn(row, along)
             alongs.append(along)
-            with _quiet():
+            with small():
                 return self._limited(before.weights(name, squares, along), before) if before.rows else None
 
         predicted = self._propose(new, predict)
@@ -89,7 +90,7 @@ class Auto(Play):
             return self._take_back(losses)
         if of._before is not None and of._before.num_tries >= MOST_TRIES:
             of._pace.largest = math.inf  # shorter steps were no help
-        with _quiet():
+        with small():
             found = self._learn(losses, good, predicted, before, alongs, told, start)
         self._remember(good[0], found.num_accepted + self._has_settled)
         return found
@@ -410,11 +411,6 @@ class Auto(Play):
             size += float(w @ products[np.ix_(known, known)] @ w)
         down, bend = -float(slopes[:, 0].sum()), float((slopes[:, 1] - slopes[:, 0]).sum())
         return bend * cross / (down * size) if len(slopes) and down > 0 and cross > 0 and size > 0 else None
-
-
-def _quiet() -> np.errstate:
-    """Of a way that has exploded: what is no number is not believed."""
-    return np.errstate(over="ignore", invalid="ignore")
 
 
 def _mean(losses: Sequence[float]) -> float:

@@ -32,6 +32,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from threadpoolctl import threadpool_limits
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from wavetrain.errors import InputError
@@ -154,6 +155,7 @@ def _rank(environment: Mapping[str, str], launcher_pid: int, main: Callable[...,
     _hold_interrupts(hold=False)
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    threadpool_limits(int(environment["OMP_NUM_THREADS"]))  # NumPy's: it has read the environment already
     recorder = Recorder.from_environment()
     try:
         result = main(*args)

@@ -1,0 +1,27 @@
+"""How the matrices of T × T numbers are worked with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+
+@contextlib.contextmanager
+def small() -> Iterator[None]:
+    """NumPy with one thread, and without warnings of what is no number, as of a way that has exploded.
+
+    OpenBLAS wakes its other threads for matrices of 26 × 26 numbers on, and these then wait for more to do, for some 20 ms, with
+    all that their cores have to give: longer than anything here takes, while a model is to be evaluated.
+    """
+    with _libraries().limit(limits=1), np.errstate(over="ignore", invalid="ignore"):
+        yield
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    """Those that are loaded; found once, since that takes milliseconds."""
+    return ThreadpoolController().select(user_api="blas")
