@@ -368,6 +368,6 @@ def link_rank(name: str, count: int, out: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 5 and sys.argv[1] == "--link-rank":
         link_rank(sys.argv[2], int(sys.argv[3]), sys.argv[4])
-        os._exit(0)  # not through the interpreter's end: a thread of Gloo's that is still there aborts a rank that has done its work
+        os._exit(0)  # not through the interpreter's end, where a thread of Gloo's that is still there aborts it
     else:
         main(run)

@@ -72,11 +72,11 @@ def test_it_settles_where_no_way_between_known_points_leads_down(rank: int, coun
         patch.setattr(quadratic, "SETTLING", ridge)
         ways = model.settle(weights, squares, np.inf, count).weights
     assert ways.sum() == pytest.approx(0.0, abs=1e-8 * float(np.abs(ways).sum()))
-    end = history.move(at.clone(), ways, model.rows)
+    end = at + history.way(ways, model.rows, torch.empty_like(at))
     between = points - points.mean(dim=0)
     before, after = (between @ (curvature @ one + slope) for one in (at, end))
     assert float(after.norm()) < (0.5 if ridge else 1e-3) * float(before.norm())
-    short = history.move(at.clone(), model.settle(weights, squares, 0.01, count).weights, model.rows)
+    short = at + history.way(model.settle(weights, squares, 0.01, count).weights, model.rows, torch.empty_like(at))
     assert float((short - at).norm()) <= 0.01 * 1.001
     fewer = model.settle(weights, squares, np.inf, 3).weights
     assert not fewer[:-3].any()
@@ -96,7 +96,7 @@ def test_a_move_leaves_what_never_changed_as_it_is(monkeypatch: pytest.MonkeyPat
         history.put(row, point, history.squares_to(point))
         history.close([row])
     at, weights = torch.randn(DIMS, generator=make), np.array([0.3, -0.1, 0.7, -0.4, -0.5])
-    end = history.move(at.clone(), weights, history.rows)
+    end = at + history.way(weights, history.rows, torch.empty_like(at))
     assert torch.equal(end[::3], at[::3])
     assert torch.allclose(end, at + torch.from_numpy(weights).float() @ points, atol=1e-5)
 

@@ -25,7 +25,6 @@ from wavetrain.optim.fork import Fork
 from wavetrain.optim.kind import kind_of
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
-from wavetrain.optim.quadratic import Way
 from wavetrain.optim.rounds import Round
 from wavetrain.optim.settling import SLIGHT, Gone, strengths
 
@@ -235,12 +234,12 @@ class Auto(Play):
 
     def _still_falls(self, first: int) -> float:
         """By how much, of the coordinates here, the loss falls along the way that the last round went in the end, as the gradient
-        of row ``first`` says, where this round began; not known if history is so short that points of that way are gone.
+        of row ``first`` says, where this round began; not known of none.
         """
         gone = self.of._settling.gone
-        if gone is None or set(gone.rows) & set(self._taken):
+        if gone is None:
             return math.nan
-        way = self.history.way(gone.weights, gone.rows)
+        way = gone.way.to(self.flat.device)
         return -self._kind.sign * float(self.history.inner((self.history.gradients[first], way))[0])
 
     def _settle(self, models: Models, start: int, num_steps: int, share: float = 1.0) -> None:
@@ -255,31 +254,33 @@ class Auto(Play):
             return
         begin = time.perf_counter()
         end, rows = self.flat.read(of._work), quadratic.rows
-        squares, along = models.seen(end)
-        found = models.weights("quadratic", squares, along)[-len(rows) :]
+        moved, along = self.history.seen(end, rows, quadratic.origin, only=start)
+        found = quadratic.weights(along, models.ridge)
         kind, share = self._kind, share * of._settling.share
-        most = (FARTHEST_COASTING if kind.coasts else FARTHEST) * math.sqrt(max(0.0, float(squares[start])))
+        most = (FARTHEST_COASTING if kind.coasts else FARTHEST) * math.sqrt(max(0.0, float(moved[0])))
         newest = len(rows) if kind.coasts and not kind.proportional else NEWEST
         way = quadratic.settle(found, self.history.between(rows), most, newest)
-        if way.fall > 0 and self._decay_is_slight(way, rows, end, num_steps):
-            if share > 0:
-                self.flat.write(self.history.move(end, share * way.weights, rows))
-                self._has_settled = True
-            of._settling.gone = Gone(tuple(rows), way.weights, way.fall, share * way.share)
+        if way.fall > 0:
+            whole = self.history.way(way.weights, rows, of._mean)
+            chosen = self.history.chosen(whole)
+            if self._decay_is_slight(chosen, way.fall, end, num_steps):
+                if share > 0:
+                    self.flat.write(end.add_(whole, alpha=share))
+                    self._has_settled = True
+                of._settling.gone = Gone(chosen.clone(), way.fall, share * way.share)
         self.estimate_seconds += time.perf_counter() - begin
 
-    def _decay_is_slight(self, way: Way, rows: Sequence[int], end: Tensor, num_steps: int) -> bool:
-        """Whether decay of weights does little along a way from the point ``end`` (d,), beside what the loss does."""
+    def _decay_is_slight(self, along: Tensor, fall: float, end: Tensor, num_steps: int) -> bool:
+        """Whether decay of weights does little along a way (c,) from the point ``end`` (d,), beside what the loss does."""
         of, history, flat = self.of, self.history, self.flat
         if not self._kind.decays:
             return True
         found = strengths(of.base)
-        along, start = history.way(way.weights, rows), history.chosen(of._start)
-        at = history.chosen(end)
+        start, at = history.chosen(of._start), history.chosen(end)
         inside, taken = (flat.by_group(each, history.sampled) * at for each in found)
         local = history.inner((inside, along), (taken, along), (at - start, along))
         force, pulled, moved = of._shards.total(local).tolist()
-        return abs(force) <= SLIGHT * way.fall and of._settling.slight(num_steps * pulled, moved)
+        return abs(force) <= SLIGHT * fall and of._settling.slight(num_steps * pulled, moved)
 
     def _replay(self, good: list[int], process: Process | None) -> tuple[int, tuple[float, ...]]:
         """Steps from the start, as far as evaluated points are near: how many, and how near.

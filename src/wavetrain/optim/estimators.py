@@ -203,7 +203,7 @@ class Judge:
         def squares(name: str, ridge: float | None = None) -> tuple[Floats, Floats]:
             """|ĝ − g|² and |ĝ|² at each new point."""
             w = np.stack([before.weights(name, history.squares[r], a, ridge) for r, a in zip(new, alongs, strict=False)])
-            size = np.maximum(np.einsum("qi,ij,qj->q", w, inner, w), 0.0)
+            size = np.maximum((w @ inner * w).sum(axis=1), 0.0)
             return np.maximum(size - 2 * (w * cross).sum(axis=1) + own, 0.0), size
 
         found = [squares(name) for name in ESTIMATORS]

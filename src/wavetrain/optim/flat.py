@@ -70,9 +70,7 @@ class Flat:
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
         """The parameters' values into ``out`` (d,)."""
-        for part, p in zip(torch.split(out, self.sizes), self.parameters, strict=True):
-            part.copy_(p.reshape(-1))
-        return out
+        return torch.cat([p.reshape(-1) for p in self.parameters], out=out) if self.parameters else out
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:

@@ -28,7 +28,7 @@ _AT_ONCE: Final = 1 << 20
 """Coordinates that are made wide at once."""
 _IN_CACHE: Final = 1 << 16
 """Coordinates of which the way to a point fits into a cache."""
-_ALL_IN_CACHE: Final = 1 << 14
+_ALL_IN_CACHE: Final = 1 << 13
 """Coordinates of which the ways to all points do."""
 
 
@@ -94,19 +94,22 @@ class History:
 
     def squares_to(self, point: Tensor) -> Floats:
         """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
-        return self._shards.total(self._squares(point))
+        return self._shards.total(self._squares(point, self.points))
 
-    def seen(self, point: Tensor, rows: Sequence[int], origin: int) -> tuple[Floats, Floats]:
-        """:meth:`squares_to` and :meth:`along` of a point, by one sum over the ranks."""
-        found = self._shards.total(np.concatenate([self._squares(point), self._along(rows, point, origin)]))
-        return found[: self.capacity], found[self.capacity :]
+    def seen(self, point: Tensor, rows: Sequence[int], origin: int, only: int | None = None) -> tuple[Floats, Floats]:
+        """:meth:`squares_to` and :meth:`along` of a point, by one sum over the ranks; of distances, that to one row ``only``."""
+        squares = self._squares(point, self.points if only is None else self.points[only : only + 1])
+        found = self._shards.total(np.concatenate([squares, self._along(rows, point, origin)]))
+        return found[: len(squares)], found[len(squares) :]
 
-    def _squares(self, point: Tensor) -> Floats:
+    def _squares(self, point: Tensor, points: Tensor) -> Floats:
         # straight sums of squared differences: by way of inner products, close points would lose all their digits
-        chosen = _wide(self.chosen(point))
-        far = torch.stack([torch.dist(_wide(row), chosen) for row in self.points])
-        found: Floats = self._share * far.double().cpu().numpy() ** 2
-        return found
+        chosen, found = self.chosen(point), np.zeros(len(points))
+        for first in range(0, len(chosen), _ALL_IN_CACHE):
+            part = slice(first, first + _ALL_IN_CACHE)
+            far = torch.linalg.vector_norm(_wide(points[:, part]) - _wide(chosen[part]), dim=1)
+            found += far.double().cpu().numpy() ** 2
+        return self._share * found
 
     def chosen(self, point: Tensor) -> Tensor:
         """Of a vector (d,), the coordinates (c,) that distances are measured on."""
@@ -126,22 +129,17 @@ class History:
             out.add_(self.gradients[row], alpha=weight)
         return out
 
-    def move(self, point: Tensor, weights: Floats, rows: Sequence[int]) -> Tensor:
-        """Add Σ weights[j] · (point of rows[j] − point of rows[−1]), of the newest, to ``point`` (d,), which stays as it is, to
-        the bit, where these are the same.
+    def way(self, weights: Floats, rows: Sequence[int], out: Tensor) -> Tensor:
+        """Σ weights[j] · (point of rows[j] − point of rows[−1]), of the newest, into ``out`` (d,): 0, to the bit, where these are
+        the same.
         """
         points, origin = self.points if self.whole is None else self.whole, self.point(rows[-1])
-        places = list(rows) if self.whole is None else [self.slots[row] for row in rows]
-        w = torch.as_tensor(weights, device=point.device, dtype=point.dtype)
-        for first in range(0, len(point), _ALL_IN_CACHE):
+        places = torch.tensor(rows if self.whole is None else [self.slots[row] for row in rows], device=out.device)
+        w = torch.as_tensor(weights, device=out.device, dtype=out.dtype)
+        for first in range(0, len(out), _ALL_IN_CACHE):
             part = slice(first, first + _ALL_IN_CACHE)
-            point[part].addmv_(points[places, part].sub_(origin[part]).t(), w)
-        return point
-
-    def way(self, weights: Floats, rows: Sequence[int]) -> Tensor:
-        """Σ weights[j] · (point of rows[j] − point of rows[−1]), at the coordinates (c,) that distances are measured on."""
-        w = torch.as_tensor(weights, device=self.points.device, dtype=self.points.dtype)
-        return w @ (self.points[list(rows)] - self.points[rows[-1]])
+            torch.mv(points[:, part].index_select(0, places).sub_(origin[part]).t(), w, out=out[part])
+        return out
 
     def inner(self, *pairs: tuple[Tensor, Tensor]) -> Floats:
         """Inner products of vectors: of all coordinates (d,), or of those that distances are measured on (c,); from these, and of
@@ -199,13 +197,12 @@ class History:
         """Of the coordinates here: inner products (n, m) of the gradients of ``rows`` with the ways from their own points to
         those of ``others``, which they are among.
         """
-        points, places = self.points, list(others)
-        if self.whole is not None:
-            points, places = self.whole, [self.slots[row] for row in others]
-        start, found = self.point(others[-1]), np.zeros((len(rows), len(places)))
+        points = self.points if self.whole is None else self.whole
+        places = torch.tensor(others if self.whole is None else [self.slots[row] for row in others], device=points.device)
+        start, found = self.point(others[-1]), np.zeros((len(rows), len(others)))
         for first in range(0, self._num_counted, _ALL_IN_CACHE):
             part = slice(first, min(first + _ALL_IN_CACHE, self._num_counted))
-            ways = _wide(points[:, part][places].sub_(start[part]))
+            ways = _wide(points[:, part].index_select(0, places).sub_(start[part]))
             found += (_wide(_picked(self.gradients[:, part], rows)) @ ways.t()).double().cpu().numpy()
         own = found[range(len(rows)), [list(others).index(row) for row in rows]]
         return found - own[:, None]

@@ -436,7 +436,7 @@ class OptEx(Optimizer):
             "has": list(self._has),
             "pace": self._pace.state_dict(),
             "judge": self._judge.state_dict(),
-            "settling": self._settling.state_dict(),
+            "settling": self._settling.state_dict(gone=history),
             "num_newest": self._num_newest,
         }
         if history:

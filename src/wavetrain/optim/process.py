@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -94,6 +95,12 @@ def left_out_errors(
 
 def typical_distance(squares: Floats) -> float:
     """The median distance between points that are not the same; 1 if all are."""
-    apart = np.sqrt(squares[np.triu_indices(len(squares), 1)])
+    apart = np.sqrt(squares[_above(len(squares))])
     apart = apart[apart > 0]
     return float(np.median(apart)) if len(apart) else 1.0
+
+
+@lru_cache(maxsize=8)
+def _above(size: int) -> tuple[NDArray[np.intp], ...]:
+    """Where a (size, size) matrix is above its diagonal."""
+    return np.triu_indices(size, 1)

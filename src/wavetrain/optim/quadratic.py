@@ -70,6 +70,7 @@ class Quadratic:
         self._values, self._vectors = np.linalg.eigh((found + found.T) / 2)
         self._rounding = ROUNDING * float(np.abs(self._crossed).max(initial=0.0))
         self._usual = max(float(np.median(np.diag(self._products))), 1e-300)
+        self._inverses: dict[float, Floats] = {}
 
     @property
     def _mean(self) -> Floats:
@@ -87,7 +88,7 @@ class Quadratic:
         """Of the gradients (n,) at a point, from their inner products (n,) with the way to it from the newest point."""
         ways = along[:, None] - self._crossed[:, self._newest]  # (n, newest), to the point from each of the newest
         moved = self._sign * self._inverse(ridge) @ ways
-        squared = np.maximum(np.einsum("in,ij,jn->n", moved, self._products, moved), 0.0) / self._usual
+        squared = np.maximum((self._products @ moved * moved).sum(axis=0), 0.0) / self._usual
         shares = 1.0 / (NOISE + squared)
         shares = shares / shares.sum()
         found: Floats = moved @ shares
@@ -107,7 +108,9 @@ class Quadratic:
         """
         slopes = self._sign * (weights @ self._crossed)
         found, part = np.zeros_like(slopes), slice(max(0, len(slopes) - newest), None)
-        inside = Quadratic(self.rows[part], self._crossed[part, part], self._products[part, part], 1, self._sign)
+        inside = self
+        if part.start > 0:
+            inside = Quadratic(self.rows[part], self._crossed[part, part], self._products[part, part], 1, self._sign)
         found[part] = -inside._inverse(SETTLING) @ slopes[part]
         length = math.sqrt(max(0.0, -0.5 * float(found @ squares @ found)))  # so, since the weights sum to 0
         if not math.isfinite(length):
@@ -117,8 +120,9 @@ class Quadratic:
 
     def _inverse(self, ridge: float) -> Floats:
         """(n, n), K between centered gradients or points."""
-        values, vectors = self._values, self._vectors
-        least = max(ridge * float(values[-1]), self._rounding, 1e-150)
-        inverse = np.where(values > 0, values / (values * values + least * least), 0.0)
-        found: Floats = self._center @ (vectors * inverse) @ vectors.T @ self._center
-        return found
+        if ridge not in self._inverses:
+            values, vectors = self._values, self._vectors
+            least = max(ridge * float(values[-1]), self._rounding, 1e-150)
+            inverse = np.where(values > 0, values / (values * values + least * least), 0.0)
+            self._inverses[ridge] = self._center @ (vectors * inverse) @ vectors.T @ self._center
+        return self._inverses[ridge]

@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
-
-Floats = NDArray[np.float64]
 
 MOST: Final = 0.75
 """How much of the way is gone."""
@@ -41,10 +38,8 @@ KNOWN: Final = (*BESIDE, SGD, ASGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, 
 class Gone:
     """A way that the last round went in the end."""
 
-    rows: tuple[int, ...]
-    """Of the history."""
-    weights: Floats
-    """Weights (n,) of their points, whose sum is 0: the way δ, all of it."""
+    way: Tensor
+    """δ, all of it, at the coordinates (c,) that distances are measured on."""
     fall: float
     """a, by which the loss was to fall along it."""
     share: float
@@ -78,18 +73,17 @@ class Settling:
         self._moved = MEMORY * self._moved + moved
         return abs(self._pulled) <= SLIGHT * abs(self._moved)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and a tensor."""
-        gone = self.gone
-        last = None if gone is None else [list(gone.rows), torch.from_numpy(gone.weights.copy()), gone.fall, gone.share]
+    def state_dict(self, *, gone: bool = True) -> dict[str, Any]:
+        """Plain values and a tensor; without ``gone``, not what is known of the last way."""
+        last = None if self.gone is None or not gone else [self.gone.way.clone(), self.gone.fall, self.gone.share]
         return {"numbers": [self._worth, self._weight, self._pulled, self._moved], "gone": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
         self._worth, self._weight, self._pulled, self._moved = state["numbers"]
         if state["gone"] is not None:
-            rows, weights, fall, share = state["gone"]
-            self.gone = Gone(tuple(rows), weights.numpy().copy(), fall, share)
+            way, fall, share = state["gone"]
+            self.gone = Gone(way.clone(), fall, share)
 
 
 def decays(base: Optimizer) -> bool:
