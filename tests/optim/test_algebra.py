@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import ThreadpoolController
 
 from wavetrain.optim import OptEx
 from wavetrain.optim.algebra import small
@@ -51,3 +53,28 @@ def test_numpy_has_one_thread_within_and_as_many_as_before_after() -> None:
     assert within < PAUSE / 3
     if alone > PAUSE / 3:  # NumPy's library wakes others here
         assert busy_after(lambda: np.linalg.eigh(matrix)) > PAUSE / 3
+
+
+def test_who_leaves_first_does_not_undo_the_limit_of_others_nor_who_leaves_last_keep_it() -> None:
+    libraries = ThreadpoolController().select(user_api="blas")
+
+    def threads() -> list[int]:
+        return [one["num_threads"] for one in libraries.info()]
+
+    before = threads()
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with small():
+            inside.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=other)
+    with small():
+        thread.start()
+        assert inside.wait(30)
+        assert threads() == [1] * len(before)
+    assert threads() == [1] * len(before)
+    done.set()
+    thread.join()
+    assert threads() == before
