@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from functools import cache
+from typing import Final
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
+
+
+_LIMITING: Final = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -15,10 +20,14 @@ def small() -> Iterator[None]:
     """NumPy with one thread, and without warnings of what is no number, as of a way that has exploded.
 
     OpenBLAS wakes its other threads for matrices of 26 × 26 numbers on, and these then wait for more to do, for some 20 ms, with
-    all that their cores have to give: longer than anything here takes, while a model is to be evaluated. Of several threads that
-    are here at once, the first decides, and puts it back.
+    all that their cores have to give: longer than anything here takes, while a model is to be evaluated. The limit is the
+    process's: of several threads that are here at once, the first sets it and puts it back.
     """
-    with _libraries().limit(limits=1), np.errstate(over="ignore", invalid="ignore"):
+    with contextlib.ExitStack() as stack:
+        if _LIMITING.acquire(blocking=False):
+            stack.callback(_LIMITING.release)
+            stack.enter_context(_libraries().limit(limits=1))
+        stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
         yield
 
 
