@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-
 _LIMITING: Final = threading.Lock()
 
 
