@@ -29,9 +29,19 @@ from typing import Any, Final, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from wavetrain.errors import InputError, UnknownNameError
+from wavetrain.errors import InputError
+from wavetrain.optim.arguments import (
+    HISTORY,
+    check_choices,
+    check_flags,
+    check_kinds,
+    check_who,
+    check_wrapped,
+    positive,
+    whole_number,
+)
 from wavetrain.optim.auto import Auto
 from wavetrain.optim.before import Before
 from wavetrain.optim.estimators import Judge
@@ -39,7 +49,6 @@ from wavetrain.optim.evaluation import Closure, with_index
 from wavetrain.optim.flat import Flat
 from wavetrain.optim.fork import Fork
 from wavetrain.optim.history import History
-from wavetrain.optim.kernels import KERNELS
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
@@ -48,7 +57,6 @@ from wavetrain.optim.settling import Settling
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
 
-HISTORY: Final = {"auto": 32, "paper": 50}
 ROUNDS_KEPT: Final = 4
 """Rounds whose gradients are kept: with fewer, there is little to predict from."""
 MOST_KEPT: Final = 64
@@ -59,7 +67,6 @@ ROUNDS_BENT: Final = 3
 """Rounds from which the curvature is learnt, at least."""
 LEAST_BENT: Final = 14
 """And no fewer pairs than these."""
-SELECT: Final = ("last", "loss", "gradient")
 
 
 class OptEx(Optimizer):
@@ -126,43 +133,11 @@ class OptEx(Optimizer):
         clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if not isinstance(base, Optimizer):
-            raise InputError(
-                f"OptEx wraps a torch optimizer, such as torch.optim.AdamW(model.parameters()); got {type(base).__name__}"
-            )
-        if isinstance(base, LBFGS | OptEx):
-            raise InputError(f"OptEx cannot wrap {type(base).__name__}: it needs an optimizer whose step takes one gradient")
-        for what, name, known in (("mode", mode, HISTORY), ("kernel", kernel, KERNELS), ("select", select, SELECT)):
-            if name not in known:
-                raise UnknownNameError(what, name, known)
-        if process_group is None and parallel is None:
-            raise InputError(
-                "give parallel=N, the minibatches of a round, or process_group=dist.group.WORLD after dist.init_process_group()"
-            )
-        for what, group in (("process_group", process_group), ("shard_group", shard_group)):
-            if group is not None and not isinstance(group, dist.ProcessGroup):
-                raise InputError(f"{what} is {group!r}; expected a group of torch.distributed")
-        for what, flag in (("settle", settle), ("moving_losses", moving_losses), ("shard_history", shard_history)):
-            if not isinstance(flag, bool):
-                raise InputError(f"{what} is {flag!r}; expected True or False")
-        if shard_history and (process_group is None or shard_group is not None):
-            raise InputError(
-                "shard_history shares what is kept over the ranks of process_group: give that, and no shard_group, whose ranks "
-                "hold parts of the model anyway"
-            )
-        if model is not None and (not isinstance(model, nn.Module) or process_group is not None or shard_group is not None):
-            raise InputError(
-                f"model is {type(model).__name__}; expected a torch module, and no group of ranks: they evaluate at the same "
-                "time anyway"
-            )
-        if threads is not None and model is None:
-            raise InputError("threads evaluate with copies of the model: give model= as well, and a closure of (i, model)")
-        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-            raise InputError(f"grad_scaler is {grad_scaler!r}; expected a torch.amp.GradScaler")
-        if history_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
-            raise InputError(f"history_dtype is {history_dtype!r}; expected torch.bfloat16 or wider, that any gradient fits in")
-        if not isinstance(held_elsewhere, Iterable):
-            raise InputError(f"held_elsewhere is {held_elsewhere!r}; expected parameters")
+        check_wrapped(base, OptEx)
+        check_choices(mode, kernel, select)
+        check_flags(settle=settle, moving_losses=moving_losses, shard_history=shard_history)
+        check_who(parallel, process_group, shard_group, model, shard_history=shard_history)
+        check_kinds(model, threads, grad_scaler, history_dtype, held_elsewhere)
         device = Flat(base.param_groups).device
         self._shard_group = shard_group
         self._team: Team = Alone() if process_group is None else (Dealt if shard_history else Group)(process_group, device)
@@ -172,24 +147,24 @@ class OptEx(Optimizer):
             raise InputError(
                 f"parallel is {parallel}, but the process group has {size} ranks, one for each minibatch; leave it out"
             )
-        self.parallel = _whole("parallel", size if parallel is None else parallel, 1)
+        self.parallel = whole_number("parallel", size if parallel is None else parallel, 1)
         self.model = model
         self._num_threads = 1 if model is None else min(self.parallel, torch.get_num_threads())
         if threads is not None:
-            self._num_threads = min(self.parallel, _whole("threads", threads, 1))
+            self._num_threads = min(self.parallel, whole_number("threads", threads, 1))
         least = HISTORY[mode] if mode == "paper" else max(HISTORY[mode], min(ROUNDS_KEPT * self.parallel, MOST_KEPT))
-        capacity = _whole("history", least if history is None else history, 2)
+        capacity = whole_number("history", least if history is None else history, 2)
         self.mode = mode
         self.base = base
         self._select = select
         self._kernel = kernel
         self._moving_losses = moving_losses
         self._settles = settle
-        self._clip_norm = None if clip_norm is None else _positive("clip_norm", clip_norm)
+        self._clip_norm = None if clip_norm is None else positive("clip_norm", clip_norm)
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._capacity = capacity + self.parallel if mode == "paper" else max(capacity, self.parallel + 2)
         self._distance_coordinates = (
-            None if distance_coordinates is None else _whole("distance_coordinates", distance_coordinates, 1)
+            None if distance_coordinates is None else whole_number("distance_coordinates", distance_coordinates, 1)
         )
         self._history_dtype = history_dtype
         self._ready = False
@@ -516,15 +491,3 @@ def _number(value: Any) -> Any:
 
 def _with_model(closure: Callable[..., Any], model: nn.Module, index: int) -> Any:
     return closure(index, model)
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} is {value!r}; expected a whole number, {least} or more")
-    return value
-
-
-def _positive(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise InputError(f"{name} is {value!r}; expected a number above 0")
-    return float(value)
