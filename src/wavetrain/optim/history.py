@@ -25,7 +25,7 @@ MATRICES: Final = ("squares", "products", "ways", "sizes")
 NAMES: Final = ("gradients", "points", *MATRICES, "rows", "sampled", "slots", "whole")
 """Of what is saved."""
 _AT_ONCE: Final = 1 << 20
-"""Coordinates that are made wide at once."""
+"""Coordinates that are made wide at once; also of all points, on a device that is no CPU."""
 _IN_CACHE: Final = 1 << 16
 """Coordinates of which the way to a point fits into a cache."""
 _ALL_IN_CACHE: Final = 1 << 13
@@ -76,6 +76,7 @@ class History:
         """Norms of points."""
         self.rows: list[int] = []
         """Rows in use, the oldest first."""
+        self._stride = _ALL_IN_CACHE if device.type == "cpu" else _AT_ONCE
         self._share = self._num_counted / max(1, width)
         self._num_whole = capacity if num_whole is None else min(num_whole, capacity)
         self.whole: Tensor | None = None
@@ -105,8 +106,8 @@ class History:
     def _squares(self, point: Tensor, points: Tensor) -> Floats:
         # straight sums of squared differences: by way of inner products, close points would lose all their digits
         chosen, found = self.chosen(point), np.zeros(len(points))
-        for first in range(0, len(chosen), _ALL_IN_CACHE):
-            part = slice(first, first + _ALL_IN_CACHE)
+        for first in range(0, len(chosen), self._stride):
+            part = slice(first, first + self._stride)
             far = torch.linalg.vector_norm(_wide(points[:, part]) - _wide(chosen[part]), dim=1)
             found += far.double().cpu().numpy() ** 2
         return self._share * found
@@ -136,8 +137,8 @@ class History:
         points, origin = self.points if self.whole is None else self.whole, self.point(rows[-1])
         places = torch.tensor(rows if self.whole is None else [self.slots[row] for row in rows], device=out.device)
         w = torch.as_tensor(weights, device=out.device, dtype=out.dtype)
-        for first in range(0, len(out), _ALL_IN_CACHE):
-            part = slice(first, first + _ALL_IN_CACHE)
+        for first in range(0, len(out), self._stride):
+            part = slice(first, first + self._stride)
             torch.mv(points[:, part].index_select(0, places).sub_(origin[part]).t(), w, out=out[part])
         return out
 
@@ -200,8 +201,8 @@ class History:
         points = self.points if self.whole is None else self.whole
         places = torch.tensor(others if self.whole is None else [self.slots[row] for row in others], device=points.device)
         start, found = self.point(others[-1]), np.zeros((len(rows), len(others)))
-        for first in range(0, self._num_counted, _ALL_IN_CACHE):
-            part = slice(first, min(first + _ALL_IN_CACHE, self._num_counted))
+        for first in range(0, self._num_counted, self._stride):
+            part = slice(first, min(first + self._stride, self._num_counted))
             ways = _wide(points[:, part].index_select(0, places).sub_(start[part]))
             found += (_wide(_picked(self.gradients[:, part], rows)) @ ways.t()).double().cpu().numpy()
         own = found[range(len(rows)), [list(others).index(row) for row in rows]]
