@@ -32,5 +32,5 @@ def small() -> Iterator[None]:
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """Those that are loaded; found once, since that takes milliseconds."""
-    return ThreadpoolController().select(user_api="blas")
+    """OpenBLAS as it is loaded, NumPy's; found once, since that takes milliseconds."""
+    return ThreadpoolController().select(internal_api="openblas")

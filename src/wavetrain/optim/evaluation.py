@@ -82,6 +82,7 @@ def evaluate(
         InputError: it returns no loss, gives no gradient, or changes the parameters.
     """
     flat.forget_gradients()
+    torch.clear_autocast_cache()  # of weights at another point
     before = flat.versions()
     devices = [flat.device] if flat.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, enabled=seed is not None), torch.enable_grad():

@@ -77,6 +77,8 @@ class History:
         self.rows: list[int] = []
         """Rows in use, the oldest first."""
         self._stride = _ALL_IN_CACHE if device.type == "cpu" else _AT_ONCE
+        self._wide = torch.promote_types(torch.promote_types(dtype, gradient_dtype or dtype), torch.float32)
+        """In which sums are made."""
         self._share = self._num_counted / max(1, width)
         self._num_whole = capacity if num_whole is None else min(num_whole, capacity)
         self.whole: Tensor | None = None
@@ -108,7 +110,7 @@ class History:
         chosen, found = self.chosen(point), np.zeros(len(points))
         for first in range(0, len(chosen), self._stride):
             part = slice(first, first + self._stride)
-            far = torch.linalg.vector_norm(_wide(points[:, part]) - _wide(chosen[part]), dim=1)
+            far = torch.linalg.vector_norm(self._widened(points[:, part]) - self._widened(chosen[part]), dim=1)
             found += far.double().cpu().numpy() ** 2
         return self._share * found
 
@@ -147,7 +149,7 @@ class History:
         the coordinates here.
         """
         each = [[x if len(x) == self.points.shape[1] else self.chosen(x) for x in pair] for pair in pairs]
-        found: Floats = self._share * np.array([float(_wide(x) @ _wide(y)) for x, y in each])
+        found: Floats = self._share * np.array([float(self._widened(x) @ self._widened(y)) for x, y in each])
         return found
 
     def point(self, row: int) -> Tensor:
@@ -175,9 +177,9 @@ class History:
         runs = _runs(rows)
         for first in range(0, self._num_counted, _IN_CACHE):
             part = slice(first, min(first + _IN_CACHE, self._num_counted))
-            way = _wide(point[part] - start[part])  # first of all: of inner products with points no digit would be left
+            way = self._widened(point[part] - start[part])  # first of all: of inner products with points no digit would be left
             for run in runs:
-                found[run] += (_wide(self.gradients[run, part]) @ way).double().cpu().numpy()
+                found[run] += (self._widened(self.gradients[run, part]) @ way).double().cpu().numpy()
         return found[list(rows)]
 
     def crossed(self, rows: Sequence[int], origin: int) -> Floats:
@@ -203,8 +205,8 @@ class History:
         start, found = self.point(others[-1]), np.zeros((len(rows), len(others)))
         for first in range(0, self._num_counted, self._stride):
             part = slice(first, min(first + self._stride, self._num_counted))
-            ways = _wide(points[:, part].index_select(0, places).sub_(start[part]))
-            found += (_wide(_picked(self.gradients[:, part], rows)) @ ways.t()).double().cpu().numpy()
+            ways = self._widened(points[:, part].index_select(0, places).sub_(start[part]))
+            found += (self._widened(_picked(self.gradients[:, part], rows)) @ ways.t()).double().cpu().numpy()
         own = found[range(len(rows)), [list(others).index(row) for row in rows]]
         return found - own[:, None]
 
@@ -254,11 +256,11 @@ class History:
     def _products(self, rows: Sequence[int]) -> Floats:
         """Inner products (n, T) of the gradients of ``rows`` with all, of the coordinates here."""
         counted = self.gradients[:, : self._num_counted]
-        new, size = _picked(counted, rows), counted.shape[1] if counted.dtype in WIDE else _AT_ONCE
+        new, size = _picked(counted, rows), counted.shape[1] if counted.dtype == self._wide else _AT_ONCE
         found = np.zeros((len(rows), self.capacity))
         for first in range(0, counted.shape[1], max(1, size)):
             part = slice(first, first + size)
-            found += (_wide(new[:, part]) @ _wide(counted[:, part]).t()).double().cpu().numpy()
+            found += (self._widened(new[:, part]) @ self._widened(counted[:, part]).t()).double().cpu().numpy()
         return found
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -292,10 +294,9 @@ class History:
         if self.sampled is not None:
             self.sampled.copy_(state["sampled"])
 
-
-def _wide(x: Tensor) -> Tensor:
-    """X in a type that sums can be made in; itself if it is of one."""
-    return x if x.dtype in WIDE else x.float()
+    def _widened(self, x: Tensor) -> Tensor:
+        """X in the type that sums are made in; itself if it is of that."""
+        return x.to(self._wide)
 
 
 def _picked(x: Tensor, rows: Sequence[int]) -> Tensor:

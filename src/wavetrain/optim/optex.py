@@ -19,10 +19,12 @@ round is one step with a batch N times larger. A round that led astray is taken 
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Literal, overload
 
@@ -52,7 +54,7 @@ from wavetrain.optim.history import History
 from wavetrain.optim.pace import Pace
 from wavetrain.optim.paper import Paper
 from wavetrain.optim.rounds import Rounds
-from wavetrain.optim.saved import check_base, check_history, check_names, check_owner, check_part, check_version, shape_of
+from wavetrain.optim.saved import alike, check_base, check_history, check_names, check_owner, check_part, check_version, shape_of
 from wavetrain.optim.settling import Settling
 from wavetrain.optim.team import Alone, Dealt, Group, Shards, Team
 from wavetrain.optim.threads import Threads, check_model
@@ -75,7 +77,7 @@ class OptEx(Optimizer):
     Change ``base.step()`` after every minibatch to one ``step`` for N of them::
 
         opt = OptEx(torch.optim.AdamW(model.parameters(), lr=1e-3), parallel=4)
-        for group in batched(loader, 4):
+        for group in batched(loader, 4):  # of itertools
             loss = opt.step(lambda i: loss_fn(model(group[i].x), group[i].y))
 
     Args:
@@ -245,6 +247,8 @@ class OptEx(Optimizer):
         self._has = (True,) * len(flat.parameters)
         self._num_newest = 0
         self._left = None
+        self._resumed: tuple[float, float] | None = None
+        """:meth:`Flat.checksum` of the parameters that a state was saved with, from when it is loaded until the next round."""
 
     @property
     def _num_bent(self) -> int:
@@ -283,9 +287,14 @@ class OptEx(Optimizer):
         seed = self._team.agree(self._agreed, seed)
         if self.model is not None and self._threads is None:
             call = partial(_with_model, call, self.model)
+        kind = self._flat.device.type
+        around = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        if not isinstance(around, nullcontext):
+            call = partial(_in_autocast, call, kind, torch.get_autocast_dtype(kind))
         play = (Paper if self.mode == "paper" else Auto)(self, call, seed)
         try:
-            found = play.run()
+            with around:
+                found = play.run()
         except BaseException:
             play.give_up()
             self._left = self._whole.versions()
@@ -307,11 +316,23 @@ class OptEx(Optimizer):
         if self._moved():
             self._before, self._settling.gone, self._left = None, None, None
             self._pace.start_anew()
+        elif self._resumed is not None:
+            self._left = self._whole.versions()
+        self._resumed = None
 
     def _moved(self) -> bool:
-        """Whether parameters were written to since the last round, on any rank that holds some."""
-        here = self._left is not None and self._whole.versions() != self._left
+        """Whether parameters were written to since the last round, or are others than those that a state was saved with which was
+        loaded since, on any rank that holds some.
+        """
+        here = self._written
+        if self._resumed is not None:
+            here = here or not alike(self._resumed, self._whole.checksum(self._gradient), self._whole.num_coordinates)
         return here if isinstance(self._team, Dealt) else not self._shards.all([not here])[0]
+
+    @property
+    def _written(self) -> bool:
+        """Whether parameters here were written to since the last round."""
+        return self._left is not None and self._whole.versions() != self._left
 
     def _warn(self, took_back: bool) -> None:
         """Once, where rounds are taken back over and over."""
@@ -369,6 +390,8 @@ class OptEx(Optimizer):
         if self._whole is not self._flat:
             tensors += [self._gradient, self._whole_start]
         copies = 0 if self._threads is None else self._threads.held_bytes()
+        if self._settling.gone is not None:
+            tensors.append(self._settling.gone.way)
         if self._before is not None:
             tensors.append(self._before.start)
             copies += self._before.fork.held_bytes()
@@ -417,6 +440,7 @@ class OptEx(Optimizer):
         if history:
             own["history"] = self._history.state_dict()
             own["before"] = None if self._before is None else self._before.state_dict()
+            own["checksum"] = (math.nan, math.nan) if self._written else self._whole.checksum(self._gradient)
         found = {**self.base.state_dict(), "optex": own}
         for after in self._optimizer_state_dict_post_hooks.values():
             found = after(self, found) or found
@@ -438,6 +462,8 @@ class OptEx(Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         own = state_dict.get("optex")
         saved = None if own is None else own.get("history")
+        if not self._whole.same(self.base.param_groups):
+            self._forget()
         if own is not None:
             self._check(own)
         elif isinstance(self._team, Dealt):
@@ -458,6 +484,7 @@ class OptEx(Optimizer):
             self._settling.load_state_dict(own["settling"])
             self._num_newest = own["num_newest"]
             self._history.load_state_dict(saved)
+            self._resumed = (own["checksum"][0], own["checksum"][1])
             if own["before"] is not None:
                 self._before = Before(self._flat.empty(), Fork(self.base), 0, 0)
                 self._before.load_state_dict(own["before"])
@@ -487,6 +514,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_number(one) for one in value]
     return value if isinstance(value, bool | int | float) else None
+
+
+def _in_autocast(closure: Callable[..., Any], kind: str, dtype: torch.dtype, *given: Any) -> Any:
+    """As the caller of ``step()`` has it, but only around the closure."""
+    with torch.autocast(kind, dtype=dtype):
+        return closure(*given)
 
 
 def _with_model(closure: Callable[..., Any], model: nn.Module, index: int) -> Any:

@@ -99,6 +99,8 @@ class Play(ABC):
                 shared = self._shared(of._team, new)
             if not shared:
                 flat.write(self._point(new, at))
+            elif at == 0:
+                losses = [shared[i].loss for i in range(of.parallel)]
             count = 0
             for i in indices:
                 one = shared[i] if shared else self._agreed(of._team.share(self._one(i)))[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from wavetrain.errors import CheckpointError
 from wavetrain.optim.history import NAMES
 
+ROUNDING: Final = 1e-9
+"""Of a norm."""
 OWN: Final = ("base", "mode", "parallel", "round", "has", "pace", "judge", "settling", "num_newest")
 BEFORE: Final = ("start", "fork", "counts")
 
@@ -60,11 +63,14 @@ def check_version(own: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 def check_history(own: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Refuse a history that lacks a part, or is of another mode, parallelism or shape than ``here``."""
     saved, before = own["history"], own.get("before")
-    missing = (set(NAMES) - set(saved)) | ({"before"} - set(own))
+    missing = (set(NAMES) - set(saved)) | ({"before", "checksum"} - set(own))
     if before is not None:
         missing |= {f"before.{name}" for name in BEFORE if name not in before}
     if missing:
         raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
+    ways, points = [shape_of(way) for way in own["settling"]["way"]], shape_of(saved["points"]) or ()
+    if any(way != points[-1:] for way in ways):
+        raise CheckpointError(f"the saved history of OptEx is damaged: a way of shape {ways[0]} between points of {points}")
     for name, value in here.items():
         there = own[name] if name in own else shape_of(saved[name])
         if there != value:
@@ -72,6 +78,12 @@ def check_history(own: Mapping[str, Any], here: Mapping[str, Any]) -> None:
                 f"the saved history is of another optimizer: {name} {there}, here {value}; use the same parameters, mode, "
                 "parallel, history and distance_coordinates, or save with state_dict(history=False)"
             )
+
+
+def alike(one: tuple[float, float], other: tuple[float, float], size: int) -> bool:
+    """Whether two checksums (sum, norm) of ``size`` numbers are the same but for the order in which they were summed."""
+    slack = ROUNDING * one[1]
+    return abs(one[1] - other[1]) <= slack and abs(one[0] - other[0]) <= slack * math.sqrt(size)
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:

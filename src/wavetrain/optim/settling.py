@@ -75,15 +75,15 @@ class Settling:
 
     def state_dict(self, *, gone: bool = True) -> dict[str, Any]:
         """Plain values and a tensor; without ``gone``, not what is known of the last way."""
-        last = None if self.gone is None or not gone else [self.gone.way.clone(), self.gone.fall, self.gone.share]
-        return {"numbers": [self._worth, self._weight, self._pulled, self._moved], "gone": last}
+        last = self.gone if gone else None
+        way, told = ([], []) if last is None else ([last.way.clone()], [last.fall, last.share])
+        return {"numbers": [self._worth, self._weight, self._pulled, self._moved], "way": way, "told": told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
         self._worth, self._weight, self._pulled, self._moved = state["numbers"]
-        if state["gone"] is not None:
-            way, fall, share = state["gone"]
-            self.gone = Gone(way.clone(), fall, share)
+        if state["way"]:
+            self.gone = Gone(state["way"][0].clone(), *state["told"])
 
 
 def decays(base: Optimizer) -> bool:

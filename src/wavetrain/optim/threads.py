@@ -73,16 +73,14 @@ class Threads:
         for values in self._values:
             free.put(_twin(self._model, self._flat, values))
         self._flat.forget_gradients()
-        kind, threads, state = self._flat.device.type, torch.get_num_threads(), _random_state(self._flat.device)
-        each, cast = max(1, threads // self.count), torch.is_autocast_enabled(kind)
-        precision = torch.get_autocast_dtype(kind)
+        threads, state = torch.get_num_threads(), _random_state(self._flat.device)
+        each = max(1, threads // self.count)
 
         def one(index: int) -> Shared:
             torch.set_num_threads(each)
             twin = free.get()
             try:
-                with torch.autocast(kind, dtype=precision, enabled=cast):  # a thread begins without its parent's
-                    return twin.evaluate(closure, index, points[index], scale)
+                return twin.evaluate(closure, index, points[index], scale)
             finally:
                 free.put(twin)
 
