@@ -78,6 +78,17 @@ def test_without_noise_a_round_is_worth_n_true_steps() -> None:
     assert run(5, true=False) <= run(5, true=True)
 
 
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 5, 10), (20.0, 1, 2)])
+def test_the_second_round_makes_n_steps_where_there_is_no_noise(noise: float, least: int, most: int) -> None:
+    torch.manual_seed(0)
+    x, scale = nn.Parameter(torch.linspace(-2, 3, 200)), torch.linspace(0.5, 3, 200)
+    opt = OptEx(torch.optim.Adam([x], lr=0.02), parallel=5)
+    for _ in range(2):
+        opt.step(lambda i: (scale * x**2).mean() + noise * (torch.randn(200) * x).mean())
+    assert opt.stats[0].num_accepted == 1
+    assert least <= opt.stats[1].num_accepted <= most
+
+
 def test_between_evaluated_points_steps_are_true() -> None:
     """Predictions overshoot, but gradients along the way are known: the second round is five true steps, and no less."""
     x = nn.Parameter(torch.linspace(-1, 1, 100))

@@ -46,6 +46,8 @@ NEWEST: Final = 14
 gradients are large, so that older points are further away."""
 GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
+SAME: Final = 1e-5
+"""Of a squared gradient: inner products that differ by no more are of gradients that are the same but for rounding."""
 EXPLODED: Final = 1e3
 """Times the squared gradient at the start, or the usual one: points beyond are of no use."""
 
@@ -183,6 +185,8 @@ class Auto(Play):
         self._may_settle = not moored
         good = self._sane(good)
         self.gradient_norm = math.sqrt(float(history.products[good[0], good[0]]))
+        between = history.products[np.ix_(good, good)]
+        same = len(self._taken) == len(good) > 1 and bool(np.ptp(between) <= SAME * between[0, 0])
         cosines, errors = self._compare(predicted, known, good)
         slopes = self._slopes(good)
         curvature = self._curvature(slopes, predicted, known, good)
@@ -195,9 +199,9 @@ class Auto(Play):
         self.estimate_seconds += time.perf_counter() - begin
         heard = [self._kind.sign * loss for loss in losses if math.isfinite(loss)]
         if after is not None and after.quadratic is not None and len(good) > 1 and of._judge.bends:
-            of._pace.trust(heard, errors)
+            of._pace.trust(heard, errors, coasts=self._kind.coasts)
             accepted = self._bend(after, good)
-            of._pace.hear(len(self._taken), heard, start, self.gradient_norm, blind=of._judge.blind)
+            of._pace.hear(len(self._taken), heard, start, self.gradient_norm, blind=of._judge.blind, same=same)
             return self._told(told, losses, len(self._taken), accepted, cosines, errors, ())
         process = None if after is None else after.process
         accepted, drifts = self._replay(good, process)
@@ -206,7 +210,7 @@ class Auto(Play):
             accepted = self._go_further(accepted, [sign * loss for loss in losses], slopes, predicted, known, good, process)
         if after is not None and len(good) > 1 and accepted:
             self._settle(after, good[0], accepted)
-        of._pace.hear(accepted, heard, start, self.gradient_norm, blind=of._judge.blind)
+        of._pace.hear(accepted, heard, start, self.gradient_norm, blind=of._judge.blind, same=same)
         return self._told(told, losses, len(self._taken), accepted, cosines, errors, drifts)
 
     def _bend(self, models: Models, good: Sequence[int]) -> int:

@@ -136,13 +136,23 @@ class History:
         """Σ weights[j] · (point of rows[j] − point of rows[−1]), of the newest, into ``out`` (d,): 0, to the bit, where these are
         the same.
         """
-        points, origin = self.points if self.whole is None else self.whole, self.point(rows[-1])
-        places = torch.tensor(rows if self.whole is None else [self.slots[row] for row in rows], device=out.device)
-        w = torch.as_tensor(weights, device=out.device, dtype=out.dtype)
+        points, places, chosen = self._places(rows)
+        origin, w = self.point(rows[-1]), torch.as_tensor(weights, device=out.device, dtype=out.dtype)
+        if chosen is None:
+            w = torch.empty_like(w).index_copy_(0, places, w)
         for first in range(0, len(out), self._stride):
             part = slice(first, first + self._stride)
-            torch.mv(points[:, part].index_select(0, places).sub_(origin[part]).t(), w, out=out[part])
+            ways = (
+                points[:, part] - origin[part] if chosen is None else points[:, part].index_select(0, chosen).sub_(origin[part])
+            )
+            torch.mv(ways.t(), w, out=out[part])
         return out
+
+    def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The newest points, where among them those of ``rows`` are, and the same again where these are not all."""
+        points = self.points if self.whole is None else self.whole
+        places = torch.tensor(rows if self.whole is None else [self.slots[row] for row in rows], device=points.device)
+        return points, places, None if len(places) == len(points) else places
 
     def inner(self, *pairs: tuple[Tensor, Tensor]) -> Floats:
         """Inner products of vectors: of all coordinates (d,), or of those that distances are measured on (c,); from these, and of
@@ -200,13 +210,15 @@ class History:
         """Of the coordinates here: inner products (n, m) of the gradients of ``rows`` with the ways from their own points to
         those of ``others``, which they are among.
         """
-        points = self.points if self.whole is None else self.whole
-        places = torch.tensor(others if self.whole is None else [self.slots[row] for row in others], device=points.device)
+        points, places, chosen = self._places(others)
         start, found = self.point(others[-1]), np.zeros((len(rows), len(others)))
         for first in range(0, self._num_counted, self._stride):
             part = slice(first, min(first + self._stride, self._num_counted))
-            ways = self._widened(points[:, part].index_select(0, places).sub_(start[part]))
+            inside = points[:, part] if chosen is None else points[:, part].index_select(0, chosen)
+            ways = self._widened(inside - start[part])
             found += (self._widened(_picked(self.gradients[:, part], rows)) @ ways.t()).double().cpu().numpy()
+        if chosen is None:
+            found = found[:, places.tolist()]
         own = found[range(len(rows)), [list(others).index(row) for row in rows]]
         return found - own[:, None]
 

@@ -63,6 +63,8 @@ class Pace:
         """The mean loss of the first round."""
         self._spread = 0.0
         """Of its losses: most of its points are the same, or close, so that it is noise."""
+        self._exact = False
+        """Whether there was none: its gradients, all of the same point, were the same."""
         self._starts: list[float] = []
         """Losses that rounds began with, the oldest first."""
         self._norms: list[float] = []
@@ -82,13 +84,18 @@ class Pace:
         count = max(1, min(self._trusted, self.num_points))
         return count + (self.num_ahead if count == self.limit else 0)
 
-    def trust(self, losses: Sequence[float], errors: Sequence[float]) -> None:
+    def trust(self, losses: Sequence[float], errors: Sequence[float], *, coasts: bool = False) -> None:
         """After a round with these N losses, whose gradients were predicted with these relative errors, point by point: the first
         step is made by itself, since the first gradients are those of the steepest slopes, and say little of what follows; then
         twice as many with every round, or one more than gradients were predicted well. Half as many when losses have risen.
+
+        Without noise, of an optimizer that ``coasts``, N from the second round on: its momentum has spread that round's points
+        along the way, and their gradients are exact.
         """
         if self._rose(losses):
             self._trusted = max(1, self._trusted // 2)
+        elif coasts and self._exact and self._trusted <= 1:
+            self._trusted = self.limit
         else:
             self._trusted = min(self.limit, max(1, 2 * self._trusted, _num_good(errors) + 1))
 
@@ -111,9 +118,18 @@ class Pace:
         """Learn how wrong predictions were at the points of a round, in order."""
         self._ahead = (self._ahead[1], _num_good(off))
 
-    def hear(self, accepted: int, losses: Sequence[float], start: float, norm: float = 0.0, *, blind: bool = False) -> None:
+    def hear(
+        self,
+        accepted: int,
+        losses: Sequence[float],
+        start: float,
+        norm: float = 0.0,
+        *,
+        blind: bool = False,
+        same: bool = False,
+    ) -> None:
         """Learn from a round: how many steps could be taken, the N losses, the loss and the norm of the gradient at its first
-        point, and whether nothing predicts gradients.
+        point, whether nothing predicts gradients, and whether all gradients were the same.
         """
         now = self.num_points
         self._starts = [*self._starts[-STARTS + 1 :], float(start)]
@@ -121,7 +137,7 @@ class Pace:
         self._norms = [*self._norms[-RARE + 1 :], min(float(norm), self.usual_at_most if overshot else math.inf)]
         self.largest *= GROWS
         if self.first is None:
-            self.first, self._spread = float(np.mean(losses)), float(np.ptp(losses))
+            self.first, self._spread, self._exact = float(np.mean(losses)), float(np.ptp(losses)), same
         if now > 1 and 2 * accepted <= now:
             self._good, self._bad = 0, self._bad + 1
         else:
@@ -159,7 +175,7 @@ class Pace:
 
     def start_anew(self) -> None:
         """Losses of before say nothing of those to come."""
-        self.first, self._spread, self.largest = None, 0.0, math.inf
+        self.first, self._spread, self._exact, self.largest = None, 0.0, False, math.inf
         self._losses, self._starts, self._norms = [], [], []
 
     def slow_down(self, norm: float) -> None:
@@ -193,6 +209,7 @@ class Pace:
             "ahead": list(self._ahead),
             "trusted": self._trusted,
             "first": [self.first, self._spread],
+            "exact": self._exact,
             "starts": self._starts,
             "norms": self._norms,
             "largest": self.largest,
@@ -206,6 +223,7 @@ class Pace:
         self._ahead = (state["ahead"][0], state["ahead"][1])
         self._trusted = state["trusted"]
         self.first, self._spread = state["first"]
+        self._exact = state["exact"]
         self._starts = list(state["starts"])
         self._norms = list(state["norms"])
         self.largest = state["largest"]
