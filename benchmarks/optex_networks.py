@@ -1,7 +1,7 @@
 """OptEx on networks: the loss after equal rounds of four gradients, beside what else they can be spent on.
 
 MNIST (8,000 images of ``WAVETRAIN_DATA``, a residual network of 84,000 parameters) and Shakespeare (letters, a transformer of
-70,000 parameters), Adam and SGD, minibatches of 128 and 1,024. Every method at the best rate of the same grid. Without the data,
+61,000 parameters), Adam and SGD, minibatches of 128 and 1,024. Every method at the best rate of the same grid. Without the data,
 images are made up, and the text is the project's own.
 """
 
