@@ -88,13 +88,14 @@ def left(
 STEEP: dict[str, Any] = {
     "as steep across as the rate bears": lambda x: torch.optim.SGD(x, lr=1.5),
     "decay that is part of the gradient": lambda x: torch.optim.SGD(x, lr=1.5, weight_decay=1e-5),
-    "decay beside it": lambda x: torch.optim.AdamW(x, lr=0.1),
+    "decay beside it": lambda x: torch.optim.AdamW(x, lr=0.3),
 }
 
 
 @pytest.mark.parametrize("how", list(STEEP))
 def test_it_gets_along_a_valley_in_fewer_rounds(how: str) -> None:
-    assert left(STEEP[how], settle=True) < 0.7 * left(STEEP[how], settle=False)
+    with_it, without = (sum(left(STEEP[how], settle=settle, seed=s) for s in range(4)) for settle in (True, False))
+    assert with_it < 0.7 * without
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
