@@ -104,7 +104,7 @@ def test_a_judge_believes_what_predicted_best() -> None:
             history.gradients[row] = 1.0 - point  # a line: the secant knows it all
             history.close([row])
             new.append(row)
-        judge.hear(before, [None] * 2, new)
+        judge.hear(before, new)
     assert judge.best(bends=False) in ("secant", "gp")
     assert judge.tried.errors[3] == pytest.approx(judge.tried.errors.min(), abs=1e-3)
     assert judge.prior.noise <= 1e-3

@@ -130,18 +130,17 @@ def test_a_judge_believes_the_model_across_a_valley() -> None:
     judge, history = Judge("matern52"), History(20, DIMS, torch.device("cpu"), torch.float64)
     make, number = torch.Generator().manual_seed(0), 0
     for _ in range(6):
-        before, alongs, new = judge.models(history, 3, bends=True), [], []
+        before, new = judge.models(history, 3, bends=True), []
         for _ in range(3):
             (row,) = history.take_rows(1)
             point = 0.05 * number * torch.ones(DIMS, dtype=torch.float64)
             point[0] = 0.1 * float(torch.randn((), generator=make))
-            history.put(row, point, history.squares_to(point))
-            alongs.append(before.along(point))
+            history.put(row, point)
             history.gradients[row] = curvature @ point + 1.0
             history.close([row])
             new.append(row)
             number += 1
-        judge.hear(before, alongs, new)
+        judge.hear(before, new)
     assert judge.bends
     assert judge.best(bends=True) == "quadratic"
     assert judge.best(bends=False) != "quadratic"

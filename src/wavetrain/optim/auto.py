@@ -22,6 +22,7 @@ from wavetrain.optim.algebra import small
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
+from wavetrain.optim.history import WIDE
 from wavetrain.optim.kind import kind_of
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
@@ -70,17 +71,12 @@ class Auto(Play):
         told = str(of._judge.prior) if name == "gp" and before.process is not None else name
         if name == "quadratic" and before.quadratic is None:
             told = "mean" if before.rows else "zero"
-        alongs: list[Floats | None] = []
         self._most, self._may_settle, self._has_settled = math.inf, False, False
         self.estimate_seconds += time.perf_counter() - begin
 
-        def predict(row: int, point: Tensor) -> Floats | None:
-            squares, along = before.seen(point)
-            history.put(row, point, squares)
-            before.learn(row, along)
-            alongs.append(along)
+        def predict(row: int) -> Floats | None:
             with small():
-                return self._limited(before.weights(name, squares, along), before) if before.rows else None
+                return self._limited(before.at(name, row), before) if before.rows else None
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)
@@ -92,7 +88,7 @@ class Auto(Play):
         if of._before is not None and of._before.num_tries >= MOST_TRIES:
             of._pace.largest = math.inf  # shorter steps were no help
         with small():
-            found = self._learn(losses, good, predicted, before, alongs, told, start)
+            found = self._learn(losses, good, predicted, before, told, start)
         self._remember(good[0], found.num_accepted + self._has_settled)
         return found
 
@@ -152,6 +148,7 @@ class Auto(Play):
             before.fork.brake()
         of._settling.hear(-math.inf)
         history.drop(self._taken)
+        history.onward.fill(math.inf)
         begin = time.perf_counter()
         self.flat.write(before.start)
         before.fork.restore(groups=False)
@@ -172,15 +169,16 @@ class Auto(Play):
         good: list[int],
         predicted: Sequence[Floats | None],
         before: Models,
-        alongs: Sequence[Floats | None],
         told: str,
         start: float,
     ) -> Round:
         """The second half of a round, which began at the loss ``start``: what the gradients say, and steps with them."""
         of, history, known = self.of, self.history, before.rows
         begin = time.perf_counter()
-        others = [*(history.reached if before.bends else ()), *good]
-        fall, moored = history.close(good, others, [self._still_falls(good[0]), float(self._moored)]).tolist()
+        others, model = [*(history.reached if before.bends else ()), *good], before.quadratic
+        also = (self._still_falls(good[0]), float(self._moored))
+        fall, moored = history.close(good, others, () if model is None else model.rows, also).tolist()
+        history.onward.fill(math.inf)
         of._settling.hear(fall)
         self._may_settle = not moored
         good = self._sane(good)
@@ -192,7 +190,7 @@ class Auto(Play):
         curvature = self._curvature(slopes, predicted, known, good)
         if curvature is not None:
             of._judge.feel(curvature)
-        off = of._judge.hear(before, alongs, good)
+        off = of._judge.hear(before, good)
         of._pace.see(off)
         of._num_newest = len(good)
         after = of._judge.models(history, len(good), bends=before.bends, sign=self._kind.sign) if known else None
@@ -223,8 +221,11 @@ class Auto(Play):
         count, least = 0, math.inf
         while count < (of._pace.num_trusted if len(good) == len(self._taken) else min(of._pace.num_trusted, len(good))):
             begin = time.perf_counter()
-            along = models.along(flat.read(of._work)) if count else models.along_to(good[0])
-            found = models.weights("quadratic", self.history.squares[good[0]], along)
+            squares = self.history.squares[good[0]]
+            if count:
+                found = models.weights("quadratic", squares, models.along(flat.read(of._work)))
+            else:
+                found = models.at("quadratic", good[0])
             norm = self._norm(found, models.rows)
             self.estimate_seconds += time.perf_counter() - begin
             if not norm <= GROWN * least:
@@ -270,8 +271,10 @@ class Auto(Play):
             if self._decay_is_slight(chosen, way.fall, end, num_steps):
                 if share > 0:
                     self.flat.write(end.add_(whole, alpha=share))
-                    self._has_settled = True
+                    self._has_settled, along = True, along + share * way.along
                 of._settling.gone = Gone(chosen.clone(), way.fall, share * way.share)
+        if self.flat.dtype in WIDE:  # others round what they are given
+            self.history.end(rows, along, quadratic.origin)
         self.estimate_seconds += time.perf_counter() - begin
 
     def _decay_is_slight(self, along: Tensor, fall: float, end: Tensor, num_steps: int) -> bool:

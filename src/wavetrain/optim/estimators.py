@@ -37,6 +37,8 @@ LENGTHS: Final = (0.3, 1.0, 3.0, 10.0, 30.0)
 NOISES: Final = (1e-6, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 SIMPLE: Final = ("last", "mean", "secant", "average", "zero")
 ESTIMATORS: Final = ("gp", *SIMPLE)
+FAR: Final = ("gp", "secant")
+"""Those that ask how far a point is from others."""
 MEMORY: Final = 0.8
 """How much of a round's errors still counts a round later."""
 COASTING: Final = 0.5
@@ -79,22 +81,16 @@ class Models:
             return None
         return self.history.along(self.quadratic.rows, point, self.quadratic.origin)
 
-    def seen(self, point: Tensor) -> tuple[Floats, Floats | None]:
-        """The squared distances (T,) of a point (d,), and what the quadratic model asks of it."""
-        if self.quadratic is None:
-            return self.history.squares_to(point), None
-        return self.history.seen(point, self.quadratic.rows, self.quadratic.origin)
-
-    def learn(self, row: int, along: Floats | None) -> None:
-        """What was asked of the point of a row is known of it from now on."""
-        if self.quadratic is not None and along is not None:
-            self.history.learn(row, self.quadratic.rows, along, self.quadratic.origin)
-
-    def along_to(self, row: int) -> Floats | None:
-        """What the quadratic model asks of the point of one of its rows."""
-        if self.quadratic is None:
-            return None
-        return self.history.crossed(self.quadratic.rows, self.quadratic.origin)[:, self.quadratic.rows.index(row)]
+    def at(self, name: str, row: int, ridge: float | None = None) -> Floats:
+        """Weights (n,) that an estimator gives the known gradients, at the point of a row; what it asks of it is measured if it
+        was not yet, and nothing else.
+        """
+        along = None
+        if name in FAR:
+            self.history.measure(row)
+        if name == "quadratic" and self.quadratic is not None:
+            along = self.history.reach(self.quadratic.rows, row, self.quadratic.origin)
+        return self.weights(name, self.history.squares[row], along, ridge)
 
     def weights(self, name: str, squares: Floats, along: Floats | None, ridge: float | None = None) -> Floats:
         """Weights (n,) that an estimator gives the known gradients, at a point with these squared distances (T,)."""
@@ -182,13 +178,8 @@ class Judge:
                 quadratic = Quadratic(newest, crossed, products, num_newest, sign)
         return Models(history, tuple(history.rows), num_newest, process, quadratic, self.ridge, bends)
 
-    def hear(self, before: Models, alongs: Sequence[Floats | None], new: Sequence[int]) -> tuple[float, ...]:
+    def hear(self, before: Models, new: Sequence[int]) -> tuple[float, ...]:
         """Learn from a round: how well what was known ``before`` it predicts the gradients of rows ``new``, which are known now.
-
-        Args:
-            before: what was known.
-            alongs: what it asked of the point of each new row.
-            new: the rows.
 
         Returns:
             What steps are made with, the process or the quadratic model, was off by so much at each new point, |ĝ − g| / |g|;
@@ -202,7 +193,7 @@ class Judge:
 
         def squares(name: str, ridge: float | None = None) -> tuple[Floats, Floats]:
             """|ĝ − g|² and |ĝ|² at each new point."""
-            w = np.stack([before.weights(name, history.squares[r], a, ridge) for r, a in zip(new, alongs, strict=False)])
+            w = np.stack([before.at(name, row, ridge) for row in new])
             size = np.maximum((w @ inner * w).sum(axis=1), 0.0)
             return np.maximum(size - 2 * (w * cross).sum(axis=1) + own, 0.0), size
 

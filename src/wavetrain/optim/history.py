@@ -21,7 +21,7 @@ from wavetrain.optim.team import Shards
 
 Floats = NDArray[np.float64]
 WIDE: Final = (torch.float32, torch.float64)
-MATRICES: Final = ("squares", "products", "ways", "sizes")
+MATRICES: Final = ("squares", "products", "ways", "sizes", "onward")
 NAMES: Final = ("gradients", "points", *MATRICES, "rows", "sampled", "slots", "whole")
 """Of what is saved."""
 _AT_ONCE: Final = 1 << 20
@@ -74,6 +74,9 @@ class History:
         """Inner products of gradient i with the way from its own point to point j; infinite where they were not measured."""
         self.sizes: Floats = np.zeros(capacity)
         """Norms of points."""
+        self.onward: Floats = np.full(capacity, math.inf)
+        """Inner products of gradient i with the way from its own point to where the last round ended; infinite where they are not
+        known."""
         self.rows: list[int] = []
         """Rows in use, the oldest first."""
         self._stride = _ALL_IN_CACHE if device.type == "cpu" else _AT_ONCE
@@ -97,17 +100,17 @@ class History:
 
     def squares_to(self, point: Tensor) -> Floats:
         """Squared distances (T,) of ``point`` (d,) to all rows; those of rows that were never written to mean nothing."""
-        return self._shards.total(self._squares(point, self.points))
+        return self._shards.total(self._squares(self.chosen(point), self.points))
 
     def seen(self, point: Tensor, rows: Sequence[int], origin: int, only: int | None = None) -> tuple[Floats, Floats]:
         """:meth:`squares_to` and :meth:`along` of a point, by one sum over the ranks; of distances, that to one row ``only``."""
-        squares = self._squares(point, self.points if only is None else self.points[only : only + 1])
+        squares = self._squares(self.chosen(point), self.points if only is None else self.points[only : only + 1])
         found = self._shards.total(np.concatenate([squares, self._along(rows, point, origin)]))
         return found[: len(squares)], found[len(squares) :]
 
-    def _squares(self, point: Tensor, points: Tensor) -> Floats:
+    def _squares(self, chosen: Tensor, points: Tensor) -> Floats:
         # straight sums of squared differences: by way of inner products, close points would lose all their digits
-        chosen, found = self.chosen(point), np.zeros(len(points))
+        found = np.zeros(len(points))
         for first in range(0, len(chosen), self._stride):
             part = slice(first, first + self._stride)
             far = torch.linalg.vector_norm(self._widened(points[:, part]) - self._widened(chosen[part]), dim=1)
@@ -199,12 +202,30 @@ class History:
             self.ways[np.ix_(lacking, rows)] = self._shards.total(self._ways(lacking, rows))
         return self.ways[np.ix_(rows, rows)] - self.ways[list(rows), origin][:, None]
 
-    def learn(self, row: int, rows: Sequence[int], along: Floats, origin: int) -> None:
-        """That gradients of ``rows`` have the inner products :meth:`along` with the way from ``origin`` to the point of ``row``.
+    def reach(self, rows: Sequence[int], row: int, origin: int) -> Floats:
+        """:meth:`along` of the point of ``row``, measured if it was not yet.
 
         Such ways follow each other from round to round, each no longer than a round goes: no digit is lost but by the sum.
         """
-        self.ways[list(rows), row] = self.ways[list(rows), origin] + along
+        rows = list(rows)
+        if not np.isfinite(self.ways[rows, row]).all():
+            self.ways[rows, row] = self.ways[rows, origin] + self.along(rows, self.point(row), origin)
+        found: Floats = self.ways[rows, row] - self.ways[rows, origin]
+        return found
+
+    def measure(self, row: int) -> None:
+        """Distances of the point of a row, if they were not measured yet."""
+        if self.squares[row, row] != 0:
+            self._set_squares(row, self._shards.total(self._squares(self.points[row], self.points)))
+
+    def _set_squares(self, row: int, squares: Floats) -> None:
+        self.squares[row, :] = squares
+        self.squares[:, row] = squares
+        self.squares[row, row] = 0.0
+
+    def end(self, rows: Sequence[int], along: Floats, origin: int) -> None:
+        """The round ended at a point with these :meth:`along`."""
+        self.onward[list(rows)] = self.ways[list(rows), origin] + along
 
     def _ways(self, rows: Sequence[int], others: Sequence[int]) -> Floats:
         """Of the coordinates here: inner products (n, m) of the gradients of ``rows`` with the ways from their own points to
@@ -228,8 +249,10 @@ class History:
         oldest, self.rows = self.rows[: count - len(free)], self.rows[count - len(free) :]
         return free + oldest
 
-    def put(self, row: int, point: Tensor, squares: Floats) -> None:
-        """The point (d,) of a row that was taken, with its :meth:`squares_to`; its gradient is not known yet."""
+    def put(self, row: int, point: Tensor, squares: Floats | None = None, *, ended: bool = False) -> None:
+        """The point (d,) of a row that was taken; its gradient is not known yet, nor its :meth:`squares_to`, if they are not
+        given: they are measured when they are asked for, or by :meth:`close`. Whether it is where the last round ended.
+        """
         self.points[row].copy_(self.chosen(point))
         free = [i for i in range(self._num_whole) if i not in self.slots.values()]
         slot = self.slots.pop(row, None)
@@ -238,32 +261,50 @@ class History:
         self.slots[row] = slot
         if self.whole is not None:
             self.whole[slot].copy_(point)
-        self.squares[row, :] = squares
-        self.squares[:, row] = squares
-        self.squares[row, row] = 0.0
+        if squares is not None:
+            self._set_squares(row, squares)
+        else:
+            self.squares[row, :] = self.squares[:, row] = math.inf
+        self.onward[row] = math.inf
         self.ways[row, :] = math.inf
-        self.ways[:, row] = math.inf
+        self.ways[:, row] = self.onward if ended else math.inf
 
-    def close(self, rows: Sequence[int], others: Sequence[int] = (), also: Sequence[float] = ()) -> Floats:
+    def close(
+        self, rows: Sequence[int], others: Sequence[int] = (), known: Sequence[int] = (), also: Sequence[float] = ()
+    ) -> Floats:
         """The gradients of ``rows`` have been written: take them in, as the newest.
 
-        With ``others``, of the newest points and ``rows`` among them, also what the new gradients say of the ways to these.
+        With ``others``, of the newest points and ``rows`` among them, also what the new gradients say of the ways to these; with
+        ``known``, the rows of a model, what their gradients say of the ways to the new points.
 
         Returns:
             Sums over the ranks of the numbers ``also``, which cross together with the others.
         """
         sizes = [float(torch.linalg.vector_norm(self.point(row)[: self._num_counted])) ** 2 for row in rows]
-        parts = [self._products(rows), np.array(sizes)[:, None], self._ways(rows, others) if others else np.zeros((len(rows), 0))]
-        local = np.hstack(parts)
-        summed = self._shards.total(np.concatenate([local.ravel(), also]))
-        products, squared, ways = np.split(summed[: local.size].reshape(local.shape), [self.capacity, self.capacity + 1], axis=1)
+        far = [row for row in rows if self.squares[row, row] != 0]
+        ahead = [row for row in rows if not np.isfinite(self.ways[list(known), row]).all()]
+        local = [
+            self._products(rows),
+            np.array(sizes),
+            self._ways(rows, others) if others else np.zeros((len(rows), 0)),
+            np.array([self._squares(self.points[row], self.points) for row in far]),
+            np.array([self._along(known, self.point(row), known[-1]) for row in ahead]),
+            np.array(also, dtype=np.float64),
+        ]
+        summed = self._shards.total(np.concatenate([part.ravel() for part in local]))
+        parts = np.split(summed, np.cumsum([part.size for part in local])[:-1])
+        products, squared, ways, squares, along, found = (part.reshape(one.shape) for part, one in zip(parts, local, strict=True))
         self.products[list(rows), :] = products
         self.products[:, list(rows)] = products.T
-        self.sizes[list(rows)] = np.sqrt(squared[:, 0])
+        self.sizes[list(rows)] = np.sqrt(squared)
         if others:
             self.ways[np.ix_(rows, others)] = ways
+        for row, one in zip(far, squares, strict=True):
+            self._set_squares(row, one)
+        for row, one in zip(ahead, along, strict=True):
+            self.ways[list(known), row] = self.ways[list(known), known[-1]] + one
         self.rows += rows
-        return summed[local.size :]
+        return found
 
     def _products(self, rows: Sequence[int]) -> Floats:
         """Inner products (n, T) of the gradients of ``rows`` with all, of the coordinates here."""

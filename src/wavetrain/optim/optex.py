@@ -315,6 +315,7 @@ class OptEx(Optimizer):
             self._forget()
         if self._moved():
             self._before, self._settling.gone, self._left = None, None, None
+            self._history.onward.fill(math.inf)
             self._pace.start_anew()
         elif self._resumed is not None:
             self._left = self._whole.versions()

@@ -7,7 +7,6 @@ import time
 from typing import Final
 
 import numpy as np
-from torch import Tensor
 
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Prior, Process
@@ -31,10 +30,11 @@ class Paper(Play):
             process = Process(PAPER, history.between(known), unit, mean=False)
         self.estimate_seconds += time.perf_counter() - begin
 
-        def predict(row: int, point: Tensor) -> Floats:
-            squares = history.squares_to(point)
-            history.put(row, point, squares)
-            return np.zeros(len(known)) if process is None else process.weights(squares[known])
+        def predict(row: int) -> Floats:
+            if process is None:
+                return np.zeros(len(known))
+            history.measure(row)
+            return process.weights(history.squares[row, known])
 
         predicted = self._propose(new, predict)
         losses, good = self._evaluate(new)

@@ -54,12 +54,12 @@ class Play(ABC):
         """Whether the last round is to be taken back, where this one begins at no number."""
         return False
 
-    def _propose(self, new: list[int], predict: Callable[[int, Tensor], Floats | None]) -> list[Floats | None]:
+    def _propose(self, new: list[int], predict: Callable[[int], Floats | None]) -> list[Floats | None]:
         """Points to evaluate, each a step from the one before with what is predicted there; the predictions, as weights.
 
         Args:
             new: the rows they go to.
-            predict: given a row and a point, puts it there, and predicts.
+            predict: given the row of a point, predicts.
         """
         of, flat = self.of, self.flat
         known = list(self.history.rows)
@@ -73,12 +73,13 @@ class Play(ABC):
         predicted: list[Floats | None] = []
         for at, row in enumerate(new):
             begin = time.perf_counter()
-            found = predict(row, of._start if at == 0 else flat.read(of._work))
+            self.history.put(row, of._start if at == 0 else flat.read(of._work), ended=at == 0)
+            found = predict(row) if at + 1 < len(new) else None
             self.estimate_seconds += time.perf_counter() - begin
             if at + 1 < len(new):
                 predicted.append(found)
-                if found is not None:
-                    self._step(found, known)
+            if found is not None:
+                self._step(found, known)
         return predicted
 
     def _evaluate(self, new: list[int]) -> tuple[list[float], list[int]]:

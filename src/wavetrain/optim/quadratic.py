@@ -46,6 +46,8 @@ class Way(NamedTuple):
     """By how much the loss falls along it, to first order."""
     share: float
     """Of the way to where the loss is least, this much."""
+    along: Floats
+    """Inner products (n,) of the gradients with it."""
 
 
 class Quadratic:
@@ -114,9 +116,9 @@ class Quadratic:
         found[part] = -inside._inverse(SETTLING) @ slopes[part]
         length = math.sqrt(max(0.0, -0.5 * float(found @ squares @ found)))  # so, since the weights sum to 0
         if not math.isfinite(length):
-            return Way(np.zeros_like(found), 0.0, 0.0)
+            return Way(np.zeros_like(found), 0.0, 0.0, np.zeros_like(found))
         share = 1.0 if length <= most else most / length
-        return Way(share * found, -share * float(slopes @ found), share)
+        return Way(share * found, -share * float(slopes @ found), share, share * self._crossed @ found)
 
     def _inverse(self, ridge: float) -> Floats:
         """(n, n), K between centered gradients or points."""
