@@ -70,6 +70,28 @@ def test_ranks_that_differ_are_told() -> None:
         launch(unlike, ranks=2)
 
 
+def touched(sharded: bool) -> str:
+    dist.init_process_group("gloo")
+    model = network()
+    task = Task(model)
+    opt = OptEx(torch.optim.Adam(model.parameters(), lr=0.01), process_group=dist.group.WORLD, shard_history=sharded)
+    for _ in range(4):
+        opt.step(lambda i: task.loss(i))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0)  # the same values: but this rank forgets what losses were, the other does not
+    try:
+        opt.step(lambda i: task.loss(i))
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_whose_parameters_alone_were_written_to_is_told(sharded: bool) -> None:
+    assert "rank 1 differ from rank 0" in launch(touched, ranks=2, args=(sharded,))
+
+
 def own_heads() -> list[float]:
     dist.init_process_group("gloo")
     heads = [network(s) for s in (1, 2)]

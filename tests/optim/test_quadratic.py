@@ -123,6 +123,34 @@ def test_inner_products_are_the_same_in_parts_and_of_the_newest_points_alone(mon
     assert np.array_equal(again.crossed(again.newest, again.newest[-1]), parts.crossed(parts.newest, parts.newest[-1]))
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["left alone", "written to"])
+def test_where_a_round_ended_is_known_and_not_measured_again(monkeypatch: pytest.MonkeyPatch, *, moved: bool) -> None:
+    curvature, slope = valley(4, 0)
+    x = nn.Parameter(torch.zeros(DIMS, dtype=torch.float64))
+    opt = OptEx(torch.optim.Adam([x], lr=0.05), parallel=3, history=12)
+    for _ in range(6):
+        opt.step(lambda i: 0.5 * x @ curvature @ x + slope @ x)
+    if moved:
+        with torch.no_grad():
+            x.add_(0.5)
+    history, start = opt._history, x.detach().clone()
+    asked: list[Tensor] = []
+    plain = History._along
+
+    def noted(self: History, rows: list[int], point: Tensor, origin: int) -> Any:
+        asked.append(point)
+        return plain(self, rows, point, origin)
+
+    monkeypatch.setattr(History, "_along", noted)
+    opt.step(lambda i: 0.5 * x @ curvature @ x + slope @ x)
+    assert any(torch.equal(point, start) for point in asked) == moved
+    rows = history.newest
+    points, gradients = history.points[rows], history.gradients[rows]
+    measured = gradients @ (points - points[-1]).T
+    assert any(torch.equal(point, start) for point in points)
+    assert np.allclose(history.crossed(rows, rows[-1]), measured.numpy(), rtol=1e-9, atol=1e-9)
+
+
 def test_a_judge_believes_the_model_across_a_valley() -> None:
     """Steep in one direction, along which points go back and forth: distance cannot tell it from the others."""
     curvature = torch.zeros(DIMS, DIMS, dtype=torch.float64)

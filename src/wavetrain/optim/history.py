@@ -28,7 +28,7 @@ _AT_ONCE: Final = 1 << 20
 """Coordinates that are made wide at once; also of all points, on a device that is no CPU."""
 _IN_CACHE: Final = 1 << 16
 """Coordinates of which the way to a point fits into a cache."""
-_ALL_IN_CACHE: Final = 1 << 13
+_ALL_IN_CACHE: Final = 1 << 15
 """Coordinates of which the ways to all points do."""
 
 

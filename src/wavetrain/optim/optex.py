@@ -350,7 +350,9 @@ class OptEx(Optimizer):
     def _agreed(self) -> tuple[float, ...]:
         """Numbers that are the same on all ranks of a process group, unless something is wrong."""
         groups = [{k: _number(v) for k, v in group.items() if k != "params"} for group in self.base.param_groups]
-        known = (groups, self._history.rows, self._num_newest, self._whole.num_coordinates, self._round, self._pace.num_points)
+        ended = bool(math.isfinite(self._history.onward.min()))  # else it is measured, by a sum over ranks
+        rounds = (self._round, self._num_newest, self._pace.num_points, self._pace.first)
+        known = (groups, self._history.rows, self._whole.num_coordinates, rounds, ended)
         return (*self._whole.checksum(self._gradient), float(zlib.crc32(repr(known).encode())))
 
     def later(self, closure: Callable[[], Any]) -> None:
