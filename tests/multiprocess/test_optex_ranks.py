@@ -79,7 +79,7 @@ def touched(sharded: bool) -> str:
         opt.step(lambda i: task.loss(i))
     if dist.get_rank() == 1:
         with torch.no_grad():
-            next(model.parameters()).mul_(1.0)  # the same values: but this rank forgets what losses were, the other does not
+            next(model.parameters()).data.view(-1)[0] += 1e-6  # which raises no version
     try:
         opt.step(lambda i: task.loss(i))
     except RuntimeFailure as error:

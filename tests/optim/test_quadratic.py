@@ -15,6 +15,7 @@ from wavetrain.optim import OptEx, quadratic
 from wavetrain.optim import history as histories
 from wavetrain.optim.estimators import Judge
 from wavetrain.optim.history import History
+from wavetrain.optim.pace import Pace
 from wavetrain.optim.quadratic import Quadratic
 
 DIMS = 30
@@ -123,16 +124,28 @@ def test_inner_products_are_the_same_in_parts_and_of_the_newest_points_alone(mon
     assert np.array_equal(again.crossed(again.newest, again.newest[-1]), parts.crossed(parts.newest, parts.newest[-1]))
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["left alone", "written to"])
-def test_where_a_round_ended_is_known_and_not_measured_again(monkeypatch: pytest.MonkeyPatch, *, moved: bool) -> None:
+@pytest.mark.parametrize("what", ["nothing", "writes", "hidden writes", "an interrupt", "large parameters"])
+def test_where_a_round_ended_is_known_unless_something_came_between(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     curvature, slope = valley(4, 0)
-    x = nn.Parameter(torch.zeros(DIMS, dtype=torch.float64))
+    x = nn.Parameter(torch.full((DIMS,), 1e11 if what == "large parameters" else 0.0, dtype=torch.float64))
+    middle = x.detach().clone()
     opt = OptEx(torch.optim.Adam([x], lr=0.05), parallel=3, history=12)
+
+    def go() -> None:
+        opt.step(lambda i: 0.5 * (x - middle) @ curvature @ (x - middle) + slope @ (x - middle))
+
     for _ in range(6):
-        opt.step(lambda i: 0.5 * x @ curvature @ x + slope @ x)
-    if moved:
+        go()
+    if what == "writes":
         with torch.no_grad():
             x.add_(0.5)
+    elif what == "hidden writes":
+        x.data.add_(0.5)
+    elif what == "an interrupt":
+        with monkeypatch.context() as patch:
+            patch.setattr(Pace, "hear", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                go()
     history, start = opt._history, x.detach().clone()
     asked: list[Tensor] = []
     plain = History._along
@@ -142,13 +155,17 @@ def test_where_a_round_ended_is_known_and_not_measured_again(monkeypatch: pytest
         return plain(self, rows, point, origin)
 
     monkeypatch.setattr(History, "_along", noted)
-    opt.step(lambda i: 0.5 * x @ curvature @ x + slope @ x)
-    assert any(torch.equal(point, start) for point in asked) == moved
+    go()
+    assert any(torch.equal(point, start) for point in asked) == (what != "nothing")
     rows = history.newest
     points, gradients = history.points[rows], history.gradients[rows]
-    measured = gradients @ (points - points[-1]).T
     assert any(torch.equal(point, start) for point in points)
+    measured = gradients @ (points - points[-1]).T
     assert np.allclose(history.crossed(rows, rows[-1]), measured.numpy(), rtol=1e-9, atol=1e-9)
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_judge_believes_the_model_across_a_valley() -> None:

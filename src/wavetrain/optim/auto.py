@@ -22,7 +22,6 @@ from wavetrain.optim.algebra import small
 from wavetrain.optim.before import MOST_TRIES, Before
 from wavetrain.optim.estimators import Models
 from wavetrain.optim.fork import Fork
-from wavetrain.optim.history import WIDE
 from wavetrain.optim.kind import kind_of
 from wavetrain.optim.play import Floats, Play
 from wavetrain.optim.process import Process
@@ -49,6 +48,9 @@ GROWN: Final = 2.0
 """Times the gradient at the start: a quadratic model that says that gradients grow beyond is not believed."""
 SAME: Final = 1e-5
 """Of a squared gradient: inner products that differ by no more are of gradients that are the same but for rounding."""
+ROUNDED: Final = 1e-4
+"""Of the way that a round's steps went: where parameters are so large that they are rounded by no more, it is known without
+another look at them what gradients say of where it settled."""
 EXPLODED: Final = 1e3
 """Times the squared gradient at the start, or the usual one: points beyond are of no use."""
 
@@ -179,6 +181,7 @@ class Auto(Play):
         also = (self._still_falls(good[0]), float(self._moored))
         fall, moored = history.close(good, others, () if model is None else model.rows, also).tolist()
         history.onward.fill(math.inf)
+        self._ended = True
         of._settling.hear(fall)
         self._may_settle = not moored
         good = self._sane(good)
@@ -273,7 +276,8 @@ class Auto(Play):
                     self.flat.write(end.add_(whole, alpha=share))
                     self._has_settled, along = True, along + share * way.along
                 of._settling.gone = Gone(chosen.clone(), way.fall, share * way.share)
-        if self.flat.dtype in WIDE:  # others round what they are given
+        rounding = torch.finfo(self.flat.dtype).eps * float(self.history.sizes[start])
+        if rounding <= ROUNDED * math.sqrt(max(0.0, float(moved[0]))):
             self.history.end(rows, along, quadratic.origin)
         self.estimate_seconds += time.perf_counter() - begin
 

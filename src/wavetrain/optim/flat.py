@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from wavetrain.errors import InputError
+
+WHOLE: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
+EXACT: Final = 1 << 53
+"""Whole numbers below are exact as float64."""
 
 
 class Flat:
@@ -81,6 +86,13 @@ class Flat:
     def versions(self) -> tuple[int, ...]:
         """Numbers that change when a parameter is written to."""
         return tuple(p._version for p in self.parameters)
+
+    @torch.no_grad()
+    def bits(self) -> float:
+        """A number that differs if any bit of the parameters does: the sum of their values, read as whole numbers."""
+        kind = WHOLE[self.dtype.itemsize]
+        sums = [p.reshape(-1).view(kind).sum() for p in self.parameters]
+        return float(int(torch.stack(sums).sum()) % EXACT) if sums else 0.0
 
     @torch.no_grad()
     def checksum(self, work: Tensor) -> tuple[float, float]:

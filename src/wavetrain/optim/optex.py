@@ -175,8 +175,8 @@ class OptEx(Optimizer):
         self.stats = Rounds()
         self._round = 0
         self._kept: list[Callable[[], Any]] = []
-        self._left: tuple[int, ...] | None = None
-        """Versions of the parameters where the last round left them; None where there was none."""
+        self._left: float | None = None
+        """:meth:`Flat.bits` of the parameters where the last round left them; None where there was none."""
         self._took_back: deque[bool] = deque(maxlen=WATCHED)
         """Lately, by round; nothing once it was warned of."""
         self._forget()
@@ -297,11 +297,11 @@ class OptEx(Optimizer):
                 found = play.run()
         except BaseException:
             play.give_up()
-            self._left = self._whole.versions()
+            self._left = self._whole.bits()
             raise
         if isinstance(self._team, Group):
             self._team.finish(self._flat, self._whole)
-        self._left = self._whole.versions()
+        self._left = self._whole.bits()
         self._round += 1
         self.stats.add(found)
         self._warn(found.took_back)
@@ -318,7 +318,7 @@ class OptEx(Optimizer):
             self._history.onward.fill(math.inf)
             self._pace.start_anew()
         elif self._resumed is not None:
-            self._left = self._whole.versions()
+            self._left = self._whole.bits()
         self._resumed = None
 
     def _moved(self) -> bool:
@@ -333,7 +333,7 @@ class OptEx(Optimizer):
     @property
     def _written(self) -> bool:
         """Whether parameters here were written to since the last round."""
-        return self._left is not None and self._whole.versions() != self._left
+        return self._left is not None and self._whole.bits() != self._left
 
     def _warn(self, took_back: bool) -> None:
         """Once, where rounds are taken back over and over."""
@@ -353,7 +353,7 @@ class OptEx(Optimizer):
         ended = bool(math.isfinite(self._history.onward.min()))  # else it is measured, by a sum over ranks
         rounds = (self._round, self._num_newest, self._pace.num_points, self._pace.first)
         known = (groups, self._history.rows, self._whole.num_coordinates, rounds, ended)
-        return (*self._whole.checksum(self._gradient), float(zlib.crc32(repr(known).encode())))
+        return (self._whole.bits(), float(zlib.crc32(repr(known).encode())))
 
     def later(self, closure: Callable[[], Any]) -> None:
         """Keep the loss of a minibatch for the next ``step()`` without arguments.

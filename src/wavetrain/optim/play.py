@@ -36,7 +36,7 @@ class Play(ABC):
     def __init__(self, of: OptEx, closure: Callable[[int], Any], seed: int) -> None:
         self.of, self.closure, self.seed = of, closure, seed
         self._taken: list[int] = []
-        self._moved = self._clipped = False
+        self._moved = self._clipped = self._ended = False
         self._summed: tuple[bytes, tuple[int, ...], float, float] | None = None
         """What the optimizer's ``_sum`` holds: weights, of which rows, and its :meth:`_print`."""
         self.flat, self.whole, self.history = of._flat, of._whole, of._history
@@ -138,7 +138,8 @@ class Play(ABC):
 
     def _shared(self, team: Group, new: list[int]) -> dict[int, Shared]:
         """Every rank's minibatch, each evaluated where it belongs."""
-        team.place([self._point(new, i % len(new)) for i in range(self.of.parallel)], self.whole)
+        which = [i % len(new) for i in range(self.of.parallel)]
+        team.place([self._point(new, at) for at in range(len(new))], which, self.of._whole_start, self.whole)
         return dict(enumerate(self._agreed(team.share(self._one(team.rank)))))
 
     def _threaded(self, threads: Threads, new: list[int]) -> dict[int, Shared]:
@@ -185,6 +186,9 @@ class Play(ABC):
             if self.whole is not self.flat:
                 self.whole.write(self.of._whole_start)
             self._rewind()
+        if self._ended:
+            self.history.onward.fill(math.inf)
+            self.of._settling.gone = None
         self.history.drop([row for row in self._taken if row not in self.history.rows])
         self.flat.forget_gradients()
 

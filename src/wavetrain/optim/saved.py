@@ -67,7 +67,10 @@ def check_history(own: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     if before is not None:
         missing |= {f"before.{name}" for name in BEFORE if name not in before}
     if missing:
-        raise CheckpointError(f"the saved history of OptEx lacks {', '.join(sorted(missing))}")
+        raise CheckpointError(
+            f"the saved history of OptEx lacks {', '.join(sorted(missing))}: it is damaged, or of another version; take "
+            "'history' out of the state's 'optex', and it begins anew"
+        )
     ways, points = [shape_of(way) for way in own["settling"]["way"]], shape_of(saved["points"]) or ()
     if any(way != points[-1:] for way in ways):
         raise CheckpointError(f"the saved history of OptEx is damaged: a way of shape {ways[0]} between points of {points}")

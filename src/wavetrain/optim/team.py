@@ -88,9 +88,16 @@ class Group:
         self.size: int | None = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def place(self, points: Sequence[Tensor], whole: Flat) -> None:
-        """Bring the parameters to the point, of all ranks' (d,), that this rank evaluates its minibatch at."""
-        whole.write(points[self.rank])
+    def place(self, points: Sequence[Tensor], which: Sequence[int], start: Tensor, whole: Flat) -> None:
+        """Bring the parameters to the point that this rank evaluates its minibatch at.
+
+        Args:
+            points: proposed ones, of the coordinates that this rank keeps.
+            which: of these, each rank's.
+            start: the first, all of it.
+            whole: all parameters.
+        """
+        whole.write(points[which[self.rank]])
 
     def finish(self, flat: Flat, whole: Flat) -> None:
         """After the steps of a round: all ranks have made the same."""
@@ -111,7 +118,10 @@ class Group:
 
     def share(self, mine: Shared) -> list[Shared]:
         """Every rank's; first of all whether each has one, so that none waits for a rank that failed."""
-        heads = self._heads(mine)
+        head = self._head(mine)
+        heads = [torch.empty_like(head) for _ in range(self.size or 1)]
+        dist.all_gather(heads, head, group=self._group)
+        self._check(mine, heads)
         gradients = [torch.empty_like(mine.gradient) for _ in heads]
         dist.all_gather(gradients, mine.gradient, group=self._group)
         return [
@@ -119,12 +129,13 @@ class Group:
             for gradient, one in zip(gradients, heads, strict=True)
         ]
 
-    def _heads(self, mine: Shared) -> list[Tensor]:
-        """Of every rank: whether it could evaluate, its loss, whether all are numbers, and which parameters got a gradient."""
+    def _head(self, mine: Shared) -> Tensor:
+        """Of a rank: whether it could evaluate, its loss, whether all are numbers, and which parameters got a gradient."""
         numbers = [float(mine.error is None), mine.loss, float(mine.finite), *map(float, mine.has)]
-        head = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        heads = [torch.empty_like(head) for _ in range(self.size or 1)]
-        dist.all_gather(heads, head, group=self._group)
+        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
+
+    def _check(self, mine: Shared, heads: Sequence[Tensor]) -> None:
+        """Whether all ranks could evaluate."""
         if mine.error is not None:
             raise mine.error
         failed = [rank for rank, one in enumerate(heads) if not one[0]]
@@ -132,14 +143,13 @@ class Group:
             raise RuntimeFailure(
                 f"the closure failed on rank {', '.join(map(str, failed))}; the round was rolled back on all ranks"
             )
-        return heads
 
 
 class Dealt(Group):
     """Every rank evaluates one minibatch, and keeps the history and the inner optimizer's state of 1/N of the parameters.
 
-    What crosses, beside a few numbers: to every rank the point it evaluates at, of every rank its gradient, and after the steps
-    the parameters; (N − 1)/N · d numbers each, in and out of every rank.
+    What crosses, beside a few numbers: to every rank but the first the point it evaluates at, of every rank its gradient, and
+    after the steps the parameters; (N − 1)/N · d numbers each, in and out of every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -174,18 +184,25 @@ class Dealt(Group):
         """Whether its history and state are this rank's."""
         return self._owners.get(parameter) == self.rank
 
-    def place(self, points: Sequence[Tensor], whole: Flat) -> None:
-        """Every rank sends its part of the others' points."""
-        whole.write(self._exchange(torch.cat(list(points)), [self._parts[self.rank]] * len(points), self._parts))
+    def place(self, points: Sequence[Tensor], which: Sequence[int], start: Tensor, whole: Flat) -> None:
+        """Every rank sends its part of the others' points, but of the first, which all know."""
+        if any(which):
+            sent = [self._parts[self.rank] * min(one, 1) for one in which]
+            received = [part * min(which[self.rank], 1) for part in self._parts]
+            found = self._exchange(torch.cat([points[one][: sent[i]] for i, one in enumerate(which)]), sent, received)
+        whole.write(found if which[self.rank] else start)
 
     def share(self, mine: Shared) -> list[Shared]:
-        """Of every rank's gradient, the part that is this rank's."""
-        heads = self._heads(mine)
-        own = self._parts[self.rank]
-        found = self._exchange(mine.gradient, self._parts, [own] * len(heads)).view(len(heads), own)
+        """Of every rank's gradient, the part that is this rank's; with each, its head, bit for bit."""
+        own, head = self._parts[self.rank], self._head(mine).view(mine.gradient.dtype)
+        given = [one for part in torch.split(mine.gradient, self._parts) for one in (part, head)]
+        sent = [part + len(head) for part in self._parts]
+        found = self._exchange(torch.cat(given), sent, [own + len(head)] * len(sent)).view(len(sent), own + len(head))
+        heads = list(found[:, own:].contiguous().view(torch.float64))
+        self._check(mine, heads)
         return [
             Shared(part, float(one[1]), tuple(bool(v) for v in one[3:][self._own]), finite=bool(one[2]))
-            for part, one in zip(found, heads, strict=True)
+            for part, one in zip(found[:, :own], heads, strict=True)
         ]
 
     def finish(self, flat: Flat, whole: Flat) -> None:
