@@ -49,8 +49,8 @@ GROWN: Final = 2.0
 SAME: Final = 1e-5
 """Of a squared gradient: inner products that differ by no more are of gradients that are the same but for rounding."""
 ROUNDED: Final = 1e-4
-"""Of the way that a round's steps went: where parameters are so large that they are rounded by no more, it is known without
-another look at them what gradients say of where it settled."""
+"""Of the way that a round's steps went, what rounding of parameters may be: up to it, what gradients say of where a round settled
+is reckoned; where parameters are larger beside their steps, it is measured."""
 EXPLODED: Final = 1e3
 """Times the squared gradient at the start, or the usual one: points beyond are of no use."""
 
