@@ -127,7 +127,8 @@ def _estimate_seconds(size: int, history: int, repeats: int) -> float:
         begin = time.perf_counter()
         new = list(range(history, history + PARALLEL))
         for row in new:
-            kept.put(row, point, kept.squares_to(point))
+            kept.put(row, point)
+            kept.measure(row)
             kept.combine(weights, kept.rows, out)
         kept.close(new)
         for _ in new:

@@ -26,7 +26,7 @@ def filled(count: int, dims: int = 6, seed: int = 0, capacity: int | None = None
     for _ in range(count):
         (row,) = history.take_rows(1)
         point = torch.randn(dims, generator=make, dtype=torch.float64)
-        history.put(row, point, history.squares_to(point))
+        history.put(row, point)
         history.gradients[row] = point * torch.arange(1, dims + 1) + 0.1 * torch.randn(dims, generator=make, dtype=torch.float64)
         history.close([row])
     return history
@@ -84,7 +84,7 @@ def test_a_secant_is_exact_on_a_line() -> None:
     curvature = torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64)
     for t in (0.0, 0.4):
         (row,) = history.take_rows(1)
-        history.put(row, t * way, history.squares_to(t * way))
+        history.put(row, t * way)
         history.gradients[row] = curvature * t * way
         history.close([row])
     ahead = 1.3 * way
@@ -100,7 +100,7 @@ def test_a_judge_believes_what_predicted_best() -> None:
         for s in range(2):
             (row,) = history.take_rows(1)
             point = torch.full((4,), 0.1 * (2 * r + s), dtype=torch.float64)
-            history.put(row, point, history.squares_to(point))
+            history.put(row, point)
             history.gradients[row] = 1.0 - point  # a line: the secant knows it all
             history.close([row])
             new.append(row)

@@ -35,7 +35,7 @@ def walked(count: int, curvature: Tensor, slope: Tensor, seed: int, **options: A
     for _ in range(count):
         (row,) = history.take_rows(1)
         point = torch.randn(DIMS, generator=make, dtype=torch.float64)
-        history.put(row, point, history.squares_to(point))
+        history.put(row, point)
         history.gradients[row] = curvature @ point + slope
         history.close([row])
     return history
@@ -94,7 +94,7 @@ def test_a_move_leaves_what_never_changed_as_it_is(monkeypatch: pytest.MonkeyPat
     points[:, ::3] = points[0, ::3]
     for point in points:
         (row,) = history.take_rows(1)
-        history.put(row, point, history.squares_to(point))
+        history.put(row, point)
         history.close([row])
     at, weights = torch.randn(DIMS, generator=make), np.array([0.3, -0.1, 0.7, -0.4, -0.5])
     end = at + history.way(weights, history.rows, torch.empty_like(at))

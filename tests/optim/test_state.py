@@ -6,7 +6,6 @@ import contextlib
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -106,7 +105,7 @@ def test_ranks_keep_points_of_the_same_rows_whatever_their_parts_sizes() -> None
         for history in (large, small):
             rows = history.take_rows(2)
             for row in rows:
-                history.put(row, torch.zeros(6), np.zeros(8))
+                history.put(row, torch.zeros(6))
             reached.append(history.reached)
             history.close(rows)
         assert reached[0] == reached[1]

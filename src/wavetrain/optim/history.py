@@ -249,9 +249,9 @@ class History:
         oldest, self.rows = self.rows[: count - len(free)], self.rows[count - len(free) :]
         return free + oldest
 
-    def put(self, row: int, point: Tensor, squares: Floats | None = None, *, ended: bool = False) -> None:
-        """The point (d,) of a row that was taken; its gradient is not known yet, nor its :meth:`squares_to`, if they are not
-        given: they are measured when they are asked for, or by :meth:`close`. Whether it is where the last round ended.
+    def put(self, row: int, point: Tensor, *, ended: bool = False) -> None:
+        """The point (d,) of a row that was taken, and whether it is where the last round ended. Its gradient is not known yet,
+        nor how far it is from others: that is measured when it is asked for, or by :meth:`close`.
         """
         self.points[row].copy_(self.chosen(point))
         free = [i for i in range(self._num_whole) if i not in self.slots.values()]
@@ -261,10 +261,7 @@ class History:
         self.slots[row] = slot
         if self.whole is not None:
             self.whole[slot].copy_(point)
-        if squares is not None:
-            self._set_squares(row, squares)
-        else:
-            self.squares[row, :] = self.squares[:, row] = math.inf
+        self.squares[row, :] = self.squares[:, row] = math.inf
         self.onward[row] = math.inf
         self.ways[row, :] = math.inf
         self.ways[:, row] = self.onward if ended else math.inf
